@@ -1,0 +1,406 @@
+"""Every option of molt_ray, in one typed tree.
+
+Guarantees: nothing heavy is imported here, so `--help` answers at once; a YAML recipe is read first and dotted flags go
+on top of it; an unknown key, a wrong type or a contradiction is refused before anything starts, naming the option and
+the remedy. Where a published flag has a meaning here its name holds (docs/flags.md lists each). Batch sizes count rollouts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+
+# `--vllm.extra '{"key": value}'` on the command line, a mapping in a recipe.
+JsonDict = Annotated[
+    dict[str, Any],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda words: json.loads(words[0]),
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    ),
+]
+
+
+class ConfigError(ValueError):
+    """An option that cannot be honoured; the message names it and says what to do instead."""
+
+
+class Section(BaseModel):
+    """A group of options. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class AdamConfig(Section):
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay; norms and biases are exempt."""
+
+
+class ActorConfig(Section):
+    model_name_or_path: str = ""
+    """Hugging Face folder or hub name of the policy (required)."""
+    num_nodes: int = Field(default=1, ge=1)
+    """Nodes that hold trainer ranks."""
+    num_gpus_per_node: int = Field(default=1, ge=1)
+    """Trainer ranks per node: one GPU each; without GPUs, one process each."""
+    gradient_checkpoint: Literal["full", "none"] = "full"
+    """Recompute each layer's activations in the backward pass, or keep them."""
+    eps_clip_low_high: tuple[float, float] = (0.2, 0.2)
+    """PPO clip range: the ratio is kept within [1 - low, 1 + high]."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus (token mean)."""
+    adam: AdamConfig = AdamConfig()
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up, over train.max_steps or the whole run."""
+    lr_warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
+    """Share of the optimizer steps over which the rate rises from zero."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Floor of the decay, as a share of the peak rate."""
+    max_norm: float = Field(default=1.0, gt=0)
+    """Gradient clipping: global L2 norm."""
+
+
+class FsdpConfig(Section):
+    tp_size: int = Field(default=1, ge=1)
+    """Tensor-parallel ranks within the trainer's world."""
+    param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Compute dtype; masters are fp32. auto: bf16 on GPU, fp32 on CPU (8 to 10 times faster there than bf16)."""
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = "auto"
+    """Attention kernel. auto: flash_attention_2 where it is installed on a GPU, else sdpa."""
+    packing_samples: bool = False
+    """Put a microbatch's segments into one row with restarting positions instead of padding them."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """torch.distributed backend. auto: nccl on GPU, gloo on CPU."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Deadline of every collective, seconds."""
+
+
+class CkptConfig(Section):
+    output_dir: str = ""
+    """Folder of the final Hugging Face export. Empty: <run.dir>/model."""
+    path: str = ""
+    """Folder of resumable checkpoints. Empty: <run.dir>/checkpoints."""
+    save_steps: int = -1
+    """Save a checkpoint every so many steps; -1 never."""
+    max_num: int = 3
+    """Complete checkpoints to keep; 0 or less keeps all."""
+    load_enable: bool = False
+    """Resume from the newest complete checkpoint in ckpt.path."""
+    disable_final_save: bool = False
+    """Skip the final export."""
+
+
+class DataConfig(Section):
+    prompt_dataset: str = ""
+    """A .jsonl, .parquet or .csv file (or folder of Parquet files), one prompt a row (required)."""
+    input_key: str = "input"
+    """Column with the prompt: a string, or a list of chat messages."""
+    label_key: str | None = None
+    """Column handed to the agent as its label."""
+    tools_key: str | None = None
+    """Column with a list of OpenAI tool schemas."""
+    max_len: int = Field(default=2048, ge=8)
+    """Context budget in tokens: prompt, replies and observations together (the engine's max_model_len)."""
+    max_samples: int | None = None
+    """Use only the first so many rows."""
+    skip_bad_rows: bool = False
+    """Count and skip rows that cannot be read, instead of refusing the data set."""
+
+
+class RewardConfig(Section):
+    clip_range: tuple[float, float] = (-10.0, 10.0)
+    """Rewards are clipped to this range before the estimator."""
+
+
+class AdvantageConfig(Section):
+    estimator: Literal["reinforce", "reinforce_baseline", "grpo"] = "reinforce"
+    """reinforce: REINFORCE++; reinforce_baseline: group-mean baseline, whitened; grpo: group mean and deviation."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount per action token (reinforce)."""
+    no_whiten: bool = False
+    """Do not whiten advantages over the batch (reinforce, reinforce_baseline)."""
+    is_correction_level: Literal["auto", "off", "token"] = "auto"
+    """Importance correction between engine and trainer. auto: token when tokens may be stale, else off."""
+    is_correction_mode: Literal["trunc", "clip", "mask"] = "trunc"
+    """trunc: min(w, high); clip: w kept in the band; mask: zero outside the band."""
+    is_correction_threshold: tuple[float, float] = (0.5, 5.0)
+    """Band (low, high) of the importance weight."""
+
+
+class AlgoConfig(Section):
+    advantage: AdvantageConfig = AdvantageConfig()
+
+
+class VllmConfig(Section):
+    num_engines: int = Field(default=1, ge=1)
+    """Engine replicas."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs per engine."""
+    dtype: str = "auto"
+    """Engine dtype. auto: bfloat16 on GPU, float32 on CPU."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of each GPU's memory that the engine takes."""
+    enforce_eager: bool = False
+    """No CUDA graphs. Always on for CPU."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV of shared prefixes; dropped at each refit."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Requests decoded together in one engine."""
+    max_num_batched_tokens: int | None = None
+    """Tokens of one engine step; None: vLLM decides."""
+    sync_backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Weight transfer to the engines. auto: nccl on GPU, gloo on CPU."""
+    sync_timeout_s: float = Field(default=300.0, gt=0)
+    """Deadline of one refit, seconds."""
+    start_timeout_s: float = Field(default=900.0, gt=0)
+    """Deadline for all engines to be up, seconds."""
+    extra: JsonDict = {}
+    """Any other vLLM engine argument, by its AsyncEngineArgs name, as JSON or YAML."""
+
+
+class CaptureConfig(Section):
+    num_replicas: int = Field(default=1, ge=1)
+    """Capture replicas."""
+    host: str = "127.0.0.1"
+    """Interface that the session port binds; agents on other machines or in containers need another one than loopback."""
+    advertise_host: str = ""
+    """Address in the URLs handed to agents. Empty: the bound interface, or the node's address if that is 0.0.0.0."""
+    tool_call_parser: str = ""
+    """vLLM tool-call parser of the model family; empty: tool calls stay text."""
+    reasoning_parser: str = ""
+    """vLLM reasoning parser of the model family; empty: reasoning stays text."""
+    chat_template: str = ""
+    """Path of a chat template instead of the model's own."""
+    keep_thinking: bool = False
+    """Keep sampled thinking in the context where the template would strip it from history, instead of a new segment."""
+    train_abandoned: bool = True
+    """Train branches that the rest of the rollout does not build on."""
+    lease_s: float = Field(default=60.0, gt=0)
+    """A session whose worker is gone for so many seconds is reaped."""
+
+
+class RolloutConfig(Section):
+    batch_size: int = Field(default=128, ge=1)
+    """Rollouts per training batch (groups times n_samples_per_prompt)."""
+    n_samples_per_prompt: int = Field(default=8, ge=1)
+    """Rollouts of one prompt: a group."""
+    max_new_tokens: int | None = None
+    """Cap on the tokens of one turn; None: what is left of data.max_len."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; agents may set another per turn, which the trainer then applies."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; below 1 the recorded log-probs are renormalised and such turns are not trained."""
+    num_runners: int = Field(default=1, ge=1)
+    """Agent workers at start."""
+    max_runners: int | None = None
+    """Agent workers at most; Serve scales between the two on groups in progress. None: num_runners."""
+    groups_per_runner: int = Field(default=16, ge=1)
+    """Groups in progress for which one worker is meant: the autoscaling target."""
+    blocking_processes: int = Field(default=16, ge=1)
+    """Child processes per worker for blocking agents, each running one rollout at a time."""
+    timeout_s: float = Field(default=1800.0, gt=0)
+    """Deadline of one rollout, seconds; then the agent is cancelled or killed."""
+    max_retries: int = Field(default=2, ge=0)
+    """How often a failed group is tried again before its prompt counts as failed."""
+
+
+class TrainConfig(Section):
+    agent_path: str = ""
+    """Python file that exports AgentRunner (required)."""
+    batch_size: int | None = None
+    """Rollouts per optimizer step. None: the whole rollout batch in one step."""
+    micro_batch_size: int | None = None
+    """Segments per forward pass. None: bounded by max_tokens_per_gpu alone."""
+    max_tokens_per_gpu: int = Field(default=16192, ge=1)
+    """Tokens of one forward pass, padding included."""
+    num_episodes: int = Field(default=1, ge=1)
+    """Passes over the prompts."""
+    max_epochs: int = Field(default=1, ge=1)
+    """Passes over each rollout batch."""
+    max_steps: int | None = None
+    """Stop after so many rollout batches. None: when the prompts are used up."""
+    target_reward: float | None = None
+    """Stop early once the mean reward of ten steps reaches this."""
+    max_staleness: int = Field(default=1, ge=0)
+    """No token is trained more than so many policy versions behind; 0: strictly on-policy."""
+    stale_groups: Literal["hold", "abort"] = "hold"
+    """A group that reaches the bound holds the next refit, or is aborted and its prompt rolled out again."""
+    partial_rollout_enable: bool = True
+    """Refit under running requests (paused, then resumed on the new weights) instead of waiting for them."""
+    seed: int = 42
+    """Order of prompts, sampling seeds, trainer RNG."""
+
+
+class RunConfig(Section):
+    name: str = "molt"
+    """Name of the run: prefix of its Serve applications and of its actors in the dashboard."""
+    dir: str = ""
+    """Folder for metrics, curve, checkpoints and export. A relative path is taken from the caller's folder. Empty: runs/<name>."""
+    record: bool = False
+    """Write every trained rollout to <run.dir>/rollouts as Parquet."""
+    fail_limit: int = Field(default=8, ge=1)
+    """Stop with the reason when so many groups failed in a row and none finished."""
+
+
+class Config(Section):
+    """Train a language-model agent with reinforcement learning."""
+
+    actor: ActorConfig = ActorConfig()
+    fsdp: FsdpConfig = FsdpConfig()
+    ckpt: CkptConfig = CkptConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    algo: AlgoConfig = AlgoConfig()
+    vllm: VllmConfig = VllmConfig()
+    capture: CaptureConfig = CaptureConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    run: RunConfig = RunConfig()
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks in all."""
+        return self.actor.num_nodes * self.actor.num_gpus_per_node
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Prompt groups in one rollout batch."""
+        return self.rollout.batch_size // self.rollout.n_samples_per_prompt
+
+    @property
+    def correction_level(self) -> Literal["off", "token"]:
+        """`algo.advantage.is_correction_level` with auto decided: token when a token may be older than the trainer."""
+        level = self.algo.advantage.is_correction_level
+        if level == "auto":
+            return "token" if self.train.max_staleness > 0 else "off"
+        return level
+
+
+def refuse(option: str, value: object, remedy: str) -> None:
+    raise ConfigError(f"--{option} {value!r}: {remedy}")
+
+
+def check_required(c: Config) -> None:
+    for option, value, what in (
+        ("actor.model_name_or_path", c.actor.model_name_or_path, "a Hugging Face folder or hub name"),
+        ("train.agent_path", c.train.agent_path, "a Python file that exports AgentRunner"),
+        ("data.prompt_dataset", c.data.prompt_dataset, "a .jsonl, .parquet or .csv file"),
+    ):
+        if not value:
+            refuse(option, value, f"required: give {what}")
+
+
+def check_batches(c: Config) -> None:
+    n, batch, step = c.rollout.n_samples_per_prompt, c.rollout.batch_size, c.train.batch_size
+    if batch % n:
+        refuse(
+            "rollout.batch_size", batch, f"counts rollouts and must be a multiple of --rollout.n_samples_per_prompt {n}"
+        )
+    if step is not None and (step > batch or batch % step):
+        refuse(
+            "train.batch_size", step, f"must divide --rollout.batch_size {batch}, or be left out for one step per batch"
+        )
+    if c.world_size % c.fsdp.tp_size:
+        refuse("fsdp.tp_size", c.fsdp.tp_size, f"must divide the {c.world_size} trainer ranks")
+    if n == 1 and c.algo.advantage.estimator in ("grpo", "reinforce_baseline"):
+        refuse(
+            "algo.advantage.estimator",
+            c.algo.advantage.estimator,
+            "compares the samples of a group: set --rollout.n_samples_per_prompt above 1",
+        )
+    if c.rollout.max_runners is not None and c.rollout.max_runners < c.rollout.num_runners:
+        refuse(
+            "rollout.max_runners",
+            c.rollout.max_runners,
+            f"must be at least --rollout.num_runners {c.rollout.num_runners}",
+        )
+
+
+def check_exactness(c: Config) -> None:
+    adv = c.algo.advantage
+    if c.train.max_staleness > 0 and adv.is_correction_level == "off":
+        refuse(
+            "algo.advantage.is_correction_level",
+            "off",
+            "stale tokens need a correction: leave it on auto, or set --train.max_staleness 0",
+        )
+    low, high = adv.is_correction_threshold
+    if not 0 <= low <= 1 <= high:
+        refuse("algo.advantage.is_correction_threshold", (low, high), "needs 0 <= low <= 1 <= high")
+    if c.rollout.top_p < 1:
+        refuse(
+            "rollout.top_p",
+            c.rollout.top_p,
+            "no turn could be trained: recorded log-probs are renormalised over the nucleus; use 1",
+        )
+    if c.reward.clip_range[0] >= c.reward.clip_range[1]:
+        refuse("reward.clip_range", c.reward.clip_range, "needs low < high")
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The nested options of a YAML recipe. Raises ConfigError when it cannot be read or is no mapping."""
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as e:
+        raise ConfigError(f"--recipe {path}: {e}") from e
+    if tree is not None and not isinstance(tree, dict):
+        raise ConfigError(f"--recipe {path}: expected a mapping of sections, got {type(tree).__name__}")
+    return tree or {}
+
+
+def build(tree: dict[str, Any]) -> Config:
+    """A Config from nested options; types and names are checked, combinations are not yet (see `check`)."""
+    try:
+        return Config(**tree)
+    except ValidationError as e:
+        raise ConfigError("\n".join(map(fault, e.errors()))) from None
+
+
+def fault(error: Any) -> str:
+    """One pydantic error in the words of the command line."""
+    option = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"--{option}: no such option; --help lists them"
+    return f"--{option} {error.get('input')!r}: {error['msg']}"
+
+
+def check(config: Config) -> Config:
+    """Refuses combinations that cannot be honoured. Raises ConfigError naming the option and the remedy."""
+    check_required(config)
+    check_batches(config)
+    check_exactness(config)
+    return config
+
+
+def parse(argv: list[str], recipe: Path | None = None) -> Config:
+    """The run's options: defaults, then the recipe, then dotted flags.
+
+    Raises ConfigError for what a recipe or a combination gets wrong; a wrong flag ends the program with usage, as --help does.
+    """
+    base = build(read_recipe(recipe)) if recipe else Config()
+    try:
+        config = tyro.cli(
+            Config,
+            args=argv,
+            default=base,
+            prog="jobs/train.py",
+            use_underscores=True,
+            config=(tyro.conf.FlagConversionOff,),
+        )
+    except ValidationError as e:
+        raise ConfigError("\n".join(map(fault, e.errors()))) from None
+    return check(config)

@@ -1,0 +1,42 @@
+"""What travels between the engine deployment and those who call it without vLLM: plain data, nothing heavy imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(slots=True)
+class Generation:
+    """One finished model call: ids in, ids out."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # behaviour log-prob of each id, of the distribution it was sampled from
+    version_spans: list[tuple[int, int, int]]  # (policy version, start, end) over token_ids, contiguous
+    finish_reason: str  # stop, length, abort
+    stop_reason: int | str | None = None
+    text: str = ""
+    cached_tokens: int = 0
+
+    def versions(self) -> list[int]:
+        """The policy version of each token. Raises when the spans do not cover the tokens."""
+        out = [v for v, start, end in self.version_spans for _ in range(start, end)]
+        if len(out) != len(self.token_ids):
+            raise ValueError(f"version spans {self.version_spans} do not cover {len(self.token_ids)} tokens")
+        return out
+
+
+@dataclass(slots=True)
+class GenerateRequest:
+    """One model call. `sampling` holds vLLM SamplingParams fields by name; fields left out take vLLM's neutral defaults, never the
+    checkpoint's generation_config."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """What a rollout needs of the engine: one call, cancellable (cancelling aborts the request in the engine)."""
+
+    async def generate(self, request: GenerateRequest, *, group_id: str) -> Generation: ...

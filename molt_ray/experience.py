@@ -1,0 +1,214 @@
+"""One segment ready for training, and how it travels.
+
+Guarantees: the schema below is the only one, for the wire and for the Parquet records alike. A `Row` is light and goes
+through the controller; heavy columns leave a segment by `offload()` and come back by `reload()`, both idempotent. Many
+payloads make one `Pack`: flat numpy buffers and offsets, a pack per column family, so that a few large objects lie in
+the producing node's store instead of many small ones (1,000 objects of 10 KB: 1430 ms one by one, 7 ms as a pack).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+SCHEMA_VERSION = 1
+CONTEXT = -1  # version and turn of a token that no engine sampled
+
+
+@dataclass(slots=True)
+class Turn:
+    """One model call of a segment."""
+
+    temperature: float
+    sampling: dict[str, Any] = field(default_factory=dict)  # every other setting that the call gave
+    finish_reason: str = ""  # stop, length, abort
+    trained: bool = True
+    not_trained: str = ""  # why not, when not trained
+
+
+@dataclass(slots=True)
+class Segment:
+    """A token sequence that only ever grew by appending. All arrays have the shape [T]."""
+
+    token_ids: np.ndarray  # int32
+    action_mask: np.ndarray  # bool: sampled here, and to be trained here
+    logprobs: np.ndarray  # float32: behaviour log-prob of a sampled token, 0 elsewhere
+    versions: np.ndarray  # int32: policy version of a sampled token, CONTEXT elsewhere
+    turn_index: np.ndarray  # int32: index into `turns` of a sampled token, CONTEXT elsewhere
+    turns: list[Turn]
+    opened_by: str = "start"  # why this segment does not extend another: start, or the reason of the prefix break
+    truncated: bool = False  # its last turn ended by length, or the budget was used up
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+# Column family (a). Per token unless the name says otherwise.
+TOKEN_COLUMNS = {
+    "token_ids": np.int32,
+    "action_mask": np.bool_,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "turn_index": np.int32,
+    "temperatures": np.float32,  # of the turn that sampled the token; 1 on context
+}
+Payload = dict[str, np.ndarray]  # the heavy columns of one family of one segment
+
+
+@dataclass(slots=True)
+class PackRef:
+    """Where one segment's heavy columns of one family lie: an object reference to a Pack, and the row in it."""
+
+    ref: Any
+    row: int
+
+
+@dataclass(slots=True)
+class Row:
+    """The light fields of one segment; what the controller, the estimators and the filters see."""
+
+    rollout_id: str
+    group_id: str
+    prompt_id: int
+    segment: int  # index of this segment within its rollout
+    n_segments: int
+    reward: float  # of the rollout, the same on each of its segments
+    score: float
+    turn_rewards: list[float]
+    context_tokens: int
+    action_tokens: int  # to be trained
+    version_min: int  # over the sampled tokens; CONTEXT when there are none
+    version_max: int
+    truncated: bool = False
+    aborted: bool = False
+    not_trained: str = ""  # why no token of this segment trains
+    opened_by: str = "start"
+    info: dict[str, float] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
+    packs: dict[str, PackRef] = field(default_factory=dict)
+    schema: int = SCHEMA_VERSION
+
+    @property
+    def tokens(self) -> int:
+        return self.context_tokens + self.action_tokens
+
+    def to_record(self) -> dict[str, Any]:
+        """The flat, JSON-typed form that the Parquet records hold."""
+        record = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("packs", "turns", "info")
+        }
+        record["turns"] = json.dumps([dataclasses.asdict(t) for t in self.turns])
+        record["info"] = json.dumps(self.info)
+        return record
+
+
+@dataclass(slots=True)
+class Experience:
+    """A light row and, unless offloaded, its heavy columns by family."""
+
+    row: Row
+    heavy: dict[str, Payload] = field(default_factory=dict)
+
+    def offload(self) -> tuple[Row, dict[str, Payload]]:
+        """Takes the heavy columns out. A second call returns the row and no payload."""
+        payload, self.heavy = self.heavy, {}
+        return self.row, payload
+
+    def reload(self, packs: dict[str, Pack]) -> Experience:
+        """Puts the heavy columns back from `packs` (family to fetched Pack). Families already present are kept."""
+        for family, where in self.row.packs.items():
+            if family not in self.heavy:
+                self.heavy[family] = packs[family].payload(where.row)
+        return self
+
+
+@dataclass(slots=True)
+class Pack:
+    """The payloads of several segments of one family as one object.
+
+    `columns` maps a name to the concatenation over the segments, `offsets` (int64 [n + 1]) says where each begins.
+    """
+
+    family: str
+    columns: dict[str, np.ndarray]
+    offsets: np.ndarray
+    schema: int = SCHEMA_VERSION
+
+    @classmethod
+    def of(cls, family: str, payloads: list[Payload]) -> Pack:
+        """Packs at least one payload; all have the same columns, and columns of one payload the same length."""
+        names = payloads[0].keys()
+        lengths = [len(next(iter(p.values()))) for p in payloads]
+        columns = {name: np.concatenate([p[name] for p in payloads]) for name in names}
+        return cls(family, columns, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+
+    def payload(self, row: int) -> Payload:
+        """Views (no copies) of one segment's columns. Raises when the pack was written by another schema."""
+        if self.schema != SCHEMA_VERSION:
+            raise ValueError(
+                f"pack of schema {self.schema}, this code reads {SCHEMA_VERSION}: replay it with the version that wrote it"
+            )
+        return {name: column[self.offsets[row] : self.offsets[row + 1]] for name, column in self.columns.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(c.nbytes for c in self.columns.values()) + self.offsets.nbytes
+
+
+def token_payload(segment: Segment) -> Payload:
+    """Column family (a) of one segment."""
+    temperatures = np.ones(len(segment), np.float32)
+    for index, turn in enumerate(segment.turns):
+        temperatures[segment.turn_index == index] = turn.temperature
+    source = {
+        **{name: getattr(segment, name) for name in TOKEN_COLUMNS if name != "temperatures"},
+        "temperatures": temperatures,
+    }
+    return {name: np.ascontiguousarray(source[name], dtype) for name, dtype in TOKEN_COLUMNS.items()}
+
+
+def experiences_of(
+    segments: list[Segment],
+    *,
+    rollout_id: str,
+    group_id: str,
+    prompt_id: int,
+    reward: float,
+    score: float,
+    turn_rewards: list[float],
+    info: dict[str, float],
+    truncated: bool,
+    aborted: bool,
+) -> list[Experience]:
+    """A finished rollout as experiences, one a segment, all with the rollout's reward."""
+    out = []
+    for index, segment in enumerate(segments):
+        sampled = segment.versions[segment.turn_index != CONTEXT]
+        reasons = sorted({t.not_trained for t in segment.turns if not t.trained})
+        actions = int(segment.action_mask.sum())
+        row = Row(
+            rollout_id=rollout_id,
+            group_id=group_id,
+            prompt_id=prompt_id,
+            segment=index,
+            n_segments=len(segments),
+            reward=float(reward),
+            score=float(score),
+            turn_rewards=list(turn_rewards),
+            context_tokens=len(segment) - actions,
+            action_tokens=actions,
+            version_min=int(sampled.min()) if len(sampled) else CONTEXT,
+            version_max=int(sampled.max()) if len(sampled) else CONTEXT,
+            truncated=truncated or segment.truncated,
+            aborted=aborted,
+            not_trained="" if actions else (",".join(reasons) or "no action tokens"),
+            opened_by=segment.opened_by,
+            info=dict(info),
+            turns=segment.turns,
+        )
+        out.append(Experience(row, {"tokens": token_payload(segment)}))
+    return out
