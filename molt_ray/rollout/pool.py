@@ -1,0 +1,196 @@
+"""The group pool: which prompts are out, which groups are whole, which batch may be trained next.
+
+A pure state machine, without clocks, actors or payloads. What always holds:
+
+1. One outcome per prompt and epoch (trained, filtered, or failed with its reason), however often it was retried.
+2. A batch holds finished, whole groups only, the oldest first.
+3. A group dispatched at version d is trained at a version of at most d + max_staleness: a batch is released only if all
+   groups left behind can still be trained in time (earliest deadline first, `groups_per_batch` a version).
+4. Groups in flight, finished or in training never exceed (max_staleness + 1) * groups_per_batch slots. A slot is free again
+   when its group was trained and the engines refitted, or at once when it was filtered or failed.
+5. The version only goes up.
+
+Light rows of a waiting group are kept sealed (one pickle per group): 20,000 segments take a few MB, not tens.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from molt_ray.experience import PackRef, Row
+from molt_ray.rollout.prompts import PromptKey, PromptOrder
+
+
+@dataclass(slots=True)
+class Group:
+    """The rollouts of one prompt, from dispatch to outcome."""
+
+    group_id: str
+    key: PromptKey
+    version: int  # published when it was dispatched: no token of it is older
+    attempt: int  # how often this prompt was dispatched before, in this epoch
+    failures: int = 0  # how many of those attempts failed; the others were aborted at the staleness bound
+    sealed: bytes = b""
+    refs: list[Any] = field(default_factory=list)  # object references of its packs, owned by the driver
+
+    def seal(self, rows: list[Row]) -> None:
+        """Keeps `rows` compactly; object references stay outside the pickle, where Ray counts them."""
+        index = {}
+        for row in rows:
+            for where in row.packs.values():
+                where.ref = index.setdefault(where.ref, len(index))
+        self.refs = list(index)
+        self.sealed = pickle.dumps(rows, protocol=pickle.HIGHEST_PROTOCOL)
+
+    def rows(self) -> list[Row]:
+        """The light rows, their pack references in place."""
+        rows: list[Row] = pickle.loads(self.sealed)
+        for row in rows:
+            row.packs = {family: PackRef(self.refs[where.ref], where.row) for family, where in row.packs.items()}
+        return rows
+
+
+class GroupPool:
+    """See the module's text for what it guarantees. Not thread-safe: one event loop drives it."""
+
+    def __init__(
+        self, order: PromptOrder, *, groups_per_batch: int, max_staleness: int, max_retries: int, version: int = 0
+    ):
+        self.order = order
+        self.groups_per_batch = groups_per_batch
+        self.max_staleness = max_staleness
+        self.max_retries = max_retries
+        self.version = version
+        self.in_flight: dict[str, Group] = {}
+        self.ready: dict[str, Group] = {}
+        self.training: dict[str, Group] = {}
+        self.outcomes: Counter[str] = Counter()  # trained, filtered/<reason>, failed/<reason>
+        self.retries: Counter[str] = Counter()  # by reason
+        self._again: deque[Group] = deque()  # whose prompts are rolled out again
+
+    @property
+    def slots(self) -> int:
+        return (self.max_staleness + 1) * self.groups_per_batch
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self.in_flight) - len(self.ready) - len(self.training)
+
+    @property
+    def exhausted(self) -> bool:
+        """No prompt is left to dispatch and none is out."""
+        return not (self._again or self.order.remaining or self.in_flight or self.ready)
+
+    def dispatch(self) -> list[Group]:
+        """Takes prompts for all free slots and returns the groups to start, at the published version."""
+        started = []
+        for _ in range(self.free_slots):
+            if self._again:
+                last = self._again.popleft()
+                key, attempt, failures = last.key, last.attempt + 1, last.failures
+            elif (key := self.order.draw()) is not None:
+                attempt, failures = 0, 0
+            else:
+                break
+            group = Group(f"{key}-a{attempt}", key, self.version, attempt, failures)
+            self.in_flight[group.group_id] = group
+            started.append(group)
+        return started
+
+    def finished(self, group_id: str, rows: list[Row]) -> None:
+        """A group is whole: all its rollouts have a reward."""
+        group = self.in_flight.pop(group_id)
+        group.seal(rows)
+        self.ready[group_id] = group
+
+    def filtered(self, group_id: str, reason: str) -> None:
+        """A whole group is not trained; its slot is free at once, so the next prompt takes its place."""
+        self._settle(self.in_flight.pop(group_id), f"filtered/{reason}")
+
+    def failed(self, group_id: str, reason: str) -> bool:
+        """A group could not be finished. Returns True when its prompt is tried again, False when it counts as failed."""
+        group = self.in_flight.pop(group_id)
+        group.failures += 1
+        if group.failures <= self.max_retries:
+            self.retries[reason] += 1
+            self._again.append(group)
+            return True
+        self._settle(group, f"failed/{reason}")
+        return False
+
+    def abort(self, group_id: str) -> None:
+        """Gives up a group that reached the bound; its prompt is rolled out again, which is not held against it."""
+        group = self.in_flight.pop(group_id)
+        self.retries["stale"] += 1
+        self._again.append(group)
+
+    def batch_ready(self, version: int) -> bool:
+        """Whether `take_batch(version)` may be called: a full batch (or the last, short one) and nobody left to miss his bound."""
+        if not self.ready:
+            return False
+        full = len(self.ready) >= self.groups_per_batch
+        last = not (self.in_flight or self._again or self.order.remaining)
+        return (full or last) and not self._left_behind(version, self.in_flight)
+
+    def take_batch(self, version: int) -> list[Group]:
+        """The groups to train at `version`, oldest first. Raises when `batch_ready` does not hold."""
+        if not self.batch_ready(version):
+            raise RuntimeError(f"no batch is ready for version {version}: {self.describe()}")
+        batch = self._oldest()
+        for group in batch:
+            self.training[group.group_id] = self.ready.pop(group.group_id)
+        return batch
+
+    def holding(self, version: int) -> list[str]:
+        """Groups in flight that alone keep the batch of `version` waiting: at their bound while enough others are finished."""
+        if len(self.ready) < self.groups_per_batch:
+            return []
+        overdue = [g for g in self.in_flight.values() if g.version + self.max_staleness <= version]
+        younger = {i: g for i, g in self.in_flight.items() if g.version + self.max_staleness > version}
+        return [] if self._left_behind(version, younger) else [g.group_id for g in overdue]
+
+    def refitted(self, version: int, trained: list[Group]) -> None:
+        """The engines hold `version`, which `trained` went into: their slots are free and their prompts have their outcome."""
+        if version <= self.version:
+            raise ValueError(f"version {version} after {self.version}: versions only go up")
+        self.version = version
+        for group in trained:
+            self._settle(self.training.pop(group.group_id), "trained")
+
+    def describe(self) -> str:
+        return (
+            f"version {self.version}, in flight {len(self.in_flight)}, ready {len(self.ready)}, training {len(self.training)}, "
+            f"slots {self.slots}, prompts left {self.order.remaining}, to roll out again {len(self._again)}"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps. Prompts without an outcome are rolled out again after a resume."""
+        return {"order": self.order.state(), "outcomes": dict(self.outcomes), "retries": dict(self.retries)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.order.restore(state["order"])
+        self.outcomes = Counter(state["outcomes"])
+        self.retries = Counter(state["retries"])
+
+    def _oldest(self) -> list[Group]:
+        return sorted(self.ready.values(), key=lambda g: g.version)[: self.groups_per_batch]
+
+    def _left_behind(self, version: int, in_flight: dict[str, Group]) -> bool:
+        """Would some group miss its bound if the oldest finished ones were trained at `version` now?"""
+        taken = {g.group_id for g in self._oldest()}
+        rest = [g for g in (*self.ready.values(), *in_flight.values()) if g.group_id not in taken]
+        deadlines = Counter(max(g.version + self.max_staleness, version) for g in rest)
+        due = 0
+        for later in range(version, version + self.max_staleness + 1):
+            due += deadlines[later]
+            if due > (later - version) * self.groups_per_batch:
+                return True
+        return False
+
+    def _settle(self, group: Group, outcome: str) -> None:
+        self.outcomes[outcome] += 1
+        self.order.done(group.key)
+        group.refs = []

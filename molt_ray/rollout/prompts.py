@@ -1,0 +1,156 @@
+"""The prompts: read once with Ray Data into light rows, then dealt in an order that depends on the seed alone.
+
+Guarantees: `PromptOrder` deals each prompt once per epoch, remembers which have their outcome, and after `restore` deals
+exactly those that have none, in the same order. A row that cannot be read is named with its file and line.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from molt_ray.config import ConfigError, DataConfig
+
+
+class PromptKey(NamedTuple):
+    epoch: int
+    index: int  # row of the data set
+
+    def __str__(self) -> str:
+        return f"e{self.epoch}-p{self.index}"
+
+
+class PromptOrder:
+    """Deals prompt indices epoch by epoch: epoch e is the permutation of numpy's default_rng((seed, e))."""
+
+    def __init__(self, size: int, *, episodes: int, seed: int):
+        self.size = size
+        self.episodes = episodes
+        self.seed = seed
+        self._dealt = 0  # over all epochs
+        self._done: dict[int, set[int]] = {}  # epoch to indices with an outcome, for epochs not yet complete
+        self._epochs_done: set[int] = set()
+        self._permutation: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        self._skip: set[PromptKey] = set()  # had their outcome before a resume
+
+    @property
+    def remaining(self) -> int:
+        """Prompts not yet dealt, over all epochs."""
+        return self.size * self.episodes - self._dealt - len(self._skip)
+
+    def draw(self) -> PromptKey | None:
+        """The next prompt, or None when all were dealt."""
+        while self._dealt < self.size * self.episodes:
+            epoch, position = divmod(self._dealt, self.size)
+            if self._permutation[0] != epoch:
+                self._permutation = (epoch, np.random.default_rng((self.seed, epoch)).permutation(self.size))
+            key = PromptKey(epoch, int(self._permutation[1][position]))
+            self._dealt += 1
+            if key not in self._skip:
+                return key
+            self._skip.discard(key)
+        return None
+
+    def done(self, key: PromptKey) -> None:
+        """Marks the outcome. Raises when the prompt already has one in this epoch."""
+        seen = self._done.setdefault(key.epoch, set())
+        if key.index in seen or key.epoch in self._epochs_done:
+            raise RuntimeError(f"prompt {key.index} has two outcomes in epoch {key.epoch}")
+        seen.add(key.index)
+        if len(seen) == self.size:
+            self._epochs_done.add(key.epoch)
+            del self._done[key.epoch]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "size": self.size,
+            "seed": self.seed,
+            "epochs_done": sorted(self._epochs_done),
+            "done": {str(epoch): sorted(indices) for epoch, indices in self._done.items()},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues from `state`: prompts with an outcome are not dealt again. Raises when data set or seed are others."""
+        if (state["size"], state["seed"]) != (self.size, self.seed):
+            raise ConfigError(
+                f"--data.prompt_dataset: the checkpoint was made with {state['size']} prompts and seed {state['seed']}, "
+                f"this run has {self.size} and seed {self.seed}; resume with the same, or into another --ckpt.path"
+            )
+        self._epochs_done = set(state["epochs_done"])
+        self._done = {int(epoch): set(indices) for epoch, indices in state["done"].items()}
+        self._dealt = 0
+        full = [PromptKey(epoch, i) for epoch in self._epochs_done for i in range(self.size)]
+        self._skip = {*full, *(PromptKey(epoch, i) for epoch, indices in self._done.items() for i in indices)}
+
+
+def read_prompts(data: DataConfig) -> list[dict[str, Any]]:
+    """Rows with `prompt` (str or messages), `label`, `tools`. Needs a running Ray. Raises ConfigError naming option, file, line or column."""
+    path = Path(data.prompt_dataset)
+    if not path.exists():
+        raise ConfigError(
+            f"--data.prompt_dataset {data.prompt_dataset!r}: no such file; give a .jsonl, .parquet or .csv file"
+        )
+    raw = read_json_lines(path, data.skip_bad_rows) if path.suffix in (".jsonl", ".json") else read_table(path)
+    rows = [prompt_of(row, data, f"{path.name}, row {number}") for number, row in enumerate(raw[: data.max_samples], 1)]
+    if not rows:
+        raise ConfigError(f"--data.prompt_dataset {data.prompt_dataset!r}: holds no row")
+    return rows
+
+
+def read_json_lines(path: Path, skip_bad: bool) -> list[dict[str, Any]]:
+    """One JSON object a line. A bad line is refused with its number, or skipped and counted where asked."""
+    import ray.data
+
+    rows, bad = [], []
+    for number, line in enumerate(
+        (r["text"] for r in ray.data.read_text(str(path), drop_empty_lines=False).take_all()), 1
+    ):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"a {type(row).__name__}, not an object")
+            rows.append(row)
+        except ValueError as e:
+            bad.append(f"line {number}: {e}")
+    if bad and not skip_bad:
+        raise ConfigError(
+            f"--data.prompt_dataset {str(path)!r}: {len(bad)} unreadable rows, first {bad[0]}; mend it, or set --data.skip_bad_rows True"
+        )
+    if bad:
+        print(f"data: skipped {len(bad)} unreadable rows of {path}, first {bad[0]}", flush=True)
+    return rows
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    import ray.data
+
+    readers = {".parquet": ray.data.read_parquet, ".csv": ray.data.read_csv, "": ray.data.read_parquet}
+    if path.suffix not in readers:
+        raise ConfigError(
+            f"--data.prompt_dataset {str(path)!r}: unknown kind {path.suffix!r}; use .jsonl, .parquet or .csv"
+        )
+    try:
+        return readers[path.suffix](str(path)).take_all()
+    except Exception as e:
+        raise ConfigError(f"--data.prompt_dataset {str(path)!r}: cannot be read: {e}") from e
+
+
+def prompt_of(row: dict[str, Any], data: DataConfig, where: str) -> dict[str, Any]:
+    for option, column in (("input_key", data.input_key), ("label_key", data.label_key), ("tools_key", data.tools_key)):
+        if column is not None and column not in row:
+            raise ConfigError(f"--data.{option} {column!r}: no such column in {where}; it has {sorted(row)}")
+    prompt = row[data.input_key]
+    if not isinstance(prompt, (str, list)) or not prompt:
+        raise ConfigError(
+            f"--data.input_key {data.input_key!r}: {where} holds {prompt!r}; expected text or a list of messages"
+        )
+    return {
+        "prompt": prompt,
+        "label": row[data.label_key] if data.label_key else None,
+        "tools": row[data.tools_key] if data.tools_key else None,
+    }

@@ -1,0 +1,151 @@
+"""The pool's five guarantees, under random interleavings of completions, failures, filters, aborts and refits."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molt_ray.experience import PackRef, Row
+from molt_ray.rollout.pool import GroupPool
+from molt_ray.rollout.prompts import PromptOrder
+
+
+def make_pool(prompts: int, *, batch: int = 2, staleness: int = 1, retries: int = 1, episodes: int = 1) -> GroupPool:
+    order = PromptOrder(prompts, episodes=episodes, seed=3)
+    return GroupPool(order, groups_per_batch=batch, max_staleness=staleness, max_retries=retries)
+
+
+def row(group_id: str, ref: object = None) -> Row:
+    packs = {"tokens": PackRef(ref, 0)} if ref is not None else {}
+    return Row(f"{group_id}.0", group_id, 0, 0, 1, 1.0, 1.0, [1.0], 3, 2, 0, 0, packs=packs)
+
+
+def test_rows_come_back_from_the_seal_with_their_references():
+    pool = make_pool(2)
+    group = pool.dispatch()[0]
+    ref = object()
+    pool.finished(group.group_id, [row(group.group_id, ref), row(group.group_id, ref)])
+    rows = pool.ready[group.group_id].rows()
+    assert [r.packs["tokens"].ref for r in rows] == [ref, ref]
+    assert rows[0].group_id == group.group_id
+
+
+def test_a_slow_group_below_the_bound_blocks_nobody():
+    pool = make_pool(20, batch=2, staleness=2)
+    slow, *fast = pool.dispatch()
+    for group in fast[:2]:
+        pool.finished(group.group_id, [row(group.group_id)])
+    assert pool.batch_ready(0)
+    assert slow.group_id not in {g.group_id for g in pool.take_batch(0)}
+
+
+def test_a_group_at_the_bound_holds_the_batch_and_can_be_aborted():
+    pool = make_pool(20, batch=2, staleness=0)
+    first, second = pool.dispatch()
+    pool.finished(first.group_id, [row(first.group_id)])
+    assert not pool.batch_ready(0)
+    assert pool.holding(0) == []  # a full batch is not there either: nobody else could be trained
+    pool.finished(second.group_id, [row(second.group_id)])
+    assert pool.batch_ready(0)
+
+    pool = make_pool(20, batch=2, staleness=1)
+    slow, *fast = pool.dispatch()
+    for group in fast[:2]:
+        pool.finished(group.group_id, [row(group.group_id)])
+    pool.refitted(1, pool.take_batch(0))
+    for group in pool.dispatch():
+        pool.finished(group.group_id, [row(group.group_id)])
+    assert not pool.batch_ready(1)
+    assert pool.holding(1) == [fast[2].group_id] or pool.holding(1) == [slow.group_id, fast[2].group_id]
+    for group_id in pool.holding(1):
+        pool.abort(group_id)
+    assert pool.batch_ready(1)
+
+
+def test_failures_are_retried_then_counted_with_their_reason():
+    pool = make_pool(1, retries=1)
+    (group,) = pool.dispatch()
+    assert pool.failed(group.group_id, "agent_error")
+    (again,) = pool.dispatch()
+    assert again.key == group.key and again.attempt == 1
+    assert not pool.failed(again.group_id, "timeout")
+    assert pool.outcomes == {"failed/timeout": 1} and pool.retries == {"agent_error": 1}
+    assert pool.exhausted
+
+
+def test_versions_only_go_up():
+    pool = make_pool(4)
+    with pytest.raises(ValueError, match="versions only go up"):
+        pool.refitted(0, [])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(0, 3), st.integers(1, 30), st.integers(1, 2))
+def test_random_interleavings(data: st.DataObject, batch: int, staleness: int, prompts: int, episodes: int):
+    """Every prompt one outcome per epoch; no token over the bound; slots never exceeded; no deadlock; no slot idle while work waits."""
+    pool = make_pool(prompts, batch=batch, staleness=staleness, episodes=episodes)
+    outcomes: Counter = Counter()
+    held: list = []
+    version = 0
+    for _ in range(3000):
+        pool.dispatch()
+        assert len(pool.in_flight) + len(pool.ready) + len(pool.training) <= pool.slots
+        assert pool.free_slots == 0 or pool.order.remaining == 0
+        moves = [
+            *(("finish", i) for i in pool.in_flight),
+            *(("fail", i) for i in pool.in_flight),
+            *(("filter", i) for i in pool.in_flight),
+        ]
+        if held:
+            moves.append(("refit", ""))
+        elif pool.batch_ready(version):
+            moves.append(("take", ""))
+        moves += [("abort", i) for i in (pool.holding(version) if not held else [])]
+        if not moves:
+            break
+        move, group_id = data.draw(st.sampled_from(moves))
+        group = pool.in_flight.get(group_id)
+        if move == "finish":
+            pool.finished(group_id, [row(group_id)])
+        elif move == "fail":
+            if not pool.failed(group_id, "x"):
+                outcomes[group.key] += 1
+        elif move == "filter":
+            pool.filtered(group_id, "y")
+            outcomes[group.key] += 1
+        elif move == "abort":
+            pool.abort(group_id)
+        elif move == "take":
+            held = pool.take_batch(version)
+            assert all(version - g.version <= staleness for g in held)
+        else:
+            version += 1
+            outcomes.update(g.key for g in held)
+            pool.refitted(version, held)
+            held = []
+    assert pool.exhausted and not pool.training
+    assert set(outcomes.values()) == {1} and len(outcomes) == prompts * episodes
+    assert sum(pool.outcomes.values()) == prompts * episodes
+
+
+@given(st.integers(1, 20), st.integers(1, 3), st.integers(0, 60))
+def test_resume_deals_exactly_what_has_no_outcome(size: int, episodes: int, done: int):
+    order = PromptOrder(size, episodes=episodes, seed=5)
+    keys = [order.draw() for _ in range(size * episodes)]
+    finished = keys[1 : 1 + done]  # the first is still out
+    for key in finished:
+        order.done(key)
+    resumed = PromptOrder(size, episodes=episodes, seed=5)
+    resumed.restore(order.state())
+    rest = [resumed.draw() for _ in range(resumed.remaining)]
+    assert rest == [k for k in keys if k not in finished]
+    assert resumed.draw() is None
+
+
+def test_two_outcomes_of_one_prompt_are_an_error():
+    order = PromptOrder(2, episodes=1, seed=0)
+    key = order.draw()
+    order.done(key)
+    with pytest.raises(RuntimeError, match="two outcomes"):
+        order.done(key)
