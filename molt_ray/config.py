@@ -15,7 +15,6 @@ import tyro
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-
 # `--vllm.extra '{"key": value}'` on the command line, a mapping in a recipe.
 JsonDict = Annotated[
     dict[str, Any],
@@ -386,8 +385,8 @@ def check(config: Config) -> Config:
     return config
 
 
-def parse(argv: list[str], recipe: Path | None = None) -> Config:
-    """The run's options: defaults, then the recipe, then dotted flags.
+def parse(argv: list[str], recipe: Path | None = None, root: Path | None = None, description: str = "") -> Config:
+    """The run's options: defaults, then the recipe, then dotted flags; relative paths of data, models and outputs become absolute.
 
     Raises ConfigError for what a recipe or a combination gets wrong; a wrong flag ends the program with usage, as --help does.
     """
@@ -398,9 +397,26 @@ def parse(argv: list[str], recipe: Path | None = None) -> Config:
             args=argv,
             default=base,
             prog="jobs/train.py",
+            description=description or None,
             use_underscores=True,
             config=(tyro.conf.FlagConversionOff,),
         )
     except ValidationError as e:
         raise ConfigError("\n".join(map(fault, e.errors()))) from None
-    return check(config)
+    return absolute(check(config), root or Path.cwd())
+
+
+def absolute(config: Config, root: Path) -> Config:
+    """`config` with its outputs filled in and its paths taken from `root`: a submitted job runs in an unpacked copy of the working
+    directory that goes away. `train.agent_path` is code and travels with the job, so it stays as it is."""
+    run = config.run.model_copy(update={"dir": str(root / (config.run.dir or f"runs/{config.run.name}"))})
+    ckpt = config.ckpt.model_copy(
+        update={
+            "output_dir": str(root / (config.ckpt.output_dir or f"{run.dir}/model")),
+            "path": str(root / (config.ckpt.path or f"{run.dir}/checkpoints")),
+        }
+    )
+    data = config.data.model_copy(update={"prompt_dataset": str(root / config.data.prompt_dataset)})
+    model = root / config.actor.model_name_or_path
+    actor = config.actor.model_copy(update={"model_name_or_path": str(model)}) if model.is_dir() else config.actor
+    return config.model_copy(update={"run": run, "ckpt": ckpt, "data": data, "actor": actor})

@@ -137,3 +137,9 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=CHATML
     )
+
+
+if __name__ == "__main__":
+    import sys
+
+    print(make_last_digit(Path(sys.argv[1])))

@@ -1,0 +1,38 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+RECIPE ?= jobs/recipes/last_digit.yaml
+RUN ?= $(basename $(notdir $(RECIPE)))
+# More options for the job, e.g. make train ARGS="--train.seed 1"
+ARGS ?=
+
+export RAY_AUTH_MODE := token
+export RAY_USAGE_STATS_ENABLED := 0
+PATH := $(CURDIR)/.venv/bin:$(PATH)
+export PATH
+
+.PHONY: train test lint bench stop clean
+
+train: .venv/ready build/last_digit/prompts.jsonl
+	@scripts/head.sh
+	ray job submit --address http://127.0.0.1:8265 --working-dir . --runtime-env-json '{"excludes": [".git", "runs", "docs"]}' -- \
+		$(CURDIR)/.venv/bin/python jobs/train.py --recipe $(RECIPE) --run.name $(RUN) --run.dir $(CURDIR)/runs/$(RUN) $(ARGS)
+
+test: .venv/ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/python -m pytest
+
+lint: .venv/ready
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+stop:
+	.venv/bin/ray stop
+
+clean:
+	rm -rf .venv build *.egg-info
+
+.venv/ready: pyproject.toml scripts/setup.sh
+	scripts/setup.sh
+
+build/last_digit/prompts.jsonl: molt_ray/tiny.py | .venv/ready
+	.venv/bin/python -m molt_ray.tiny build/last_digit

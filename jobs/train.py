@@ -1,0 +1,71 @@
+"""Trains an agent: ray job submit --working-dir . -- python jobs/train.py --recipe jobs/recipes/NAME.yaml [--section.option value …]
+
+Options of the program itself:
+  --recipe FILE  YAML with any of the options below; flags go on top of it
+  --root DIR     folder that relative paths of data, models and outputs are taken from (default: the current folder)
+  --local        start a Ray cluster of its own instead of attaching to a running one
+  --plan         print the actor graph and whether the cluster can hold it, then exit
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from molt_ray.config import Config, ConfigError, parse
+
+
+def own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe", type=Path)
+    parser.add_argument("--root", type=Path)
+    parser.add_argument("--local", action="store_true")
+    parser.add_argument("--plan", action="store_true")
+    return parser.parse_known_args(argv)
+
+
+def attach(local: bool) -> None:
+    """Connects to Ray. Raises ConfigError when there is no cluster to attach to."""
+    import ray
+
+    try:
+        ray.init(address="local" if local else "auto", namespace="molt", log_to_driver=True, logging_level="WARNING")
+    except ConnectionError as e:
+        raise ConfigError(f"no Ray cluster answers ({e}); start one with `ray start --head`, or add --local") from e
+
+
+def run(config: Config, plan_only: bool) -> int:
+    """Checks the graph against the cluster, then trains. Returns the exit status."""
+    import ray
+    from graphs.rl import declare, train
+    from molt_ray.agents.load import load_runner
+    from molt_ray.agents.runners import ChatAgentRunner
+
+    cluster = ray.cluster_resources()
+    chat = issubclass(load_runner(config.train.agent_path), ChatAgentRunner)
+    graph = declare(config, gpus=cluster.get("GPU", 0) > 0, chat=chat)
+    problems = graph.problems(cluster)
+    if plan_only:
+        print(graph.render(cluster))
+        return bool(problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    asyncio.run(train(config, chat=chat))
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    options, flags = own_options(argv)
+    try:
+        config = parse(flags, options.recipe, root=options.root, description=__doc__)
+        attach(options.local)
+        return run(config, options.plan)
+    except ConfigError as e:
+        print(f"jobs/train.py: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

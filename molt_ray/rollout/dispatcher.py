@@ -1,0 +1,157 @@
+"""Keeps the agent workers busy: every free slot of the pool becomes a group call, every answer goes back into the pool.
+
+Guarantees: each group that was dispatched is told to the pool exactly once as finished, filtered or failed; every call has a
+deadline; when groups keep failing and none finishes, the wait for a batch ends with the reasons instead of hanging.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from molt_ray.config import Config
+from molt_ray.experience import Row
+from molt_ray.rollout.calls import stream_group
+from molt_ray.rollout.messages import Failure, GroupTask
+from molt_ray.rollout.pool import Group, GroupPool
+
+# Beyond the rollouts' own deadline, for what a worker needs to cancel, kill and answer.
+GRACE_S = 30.0
+Filter = Callable[[list[Row]], str]  # the reason to drop a whole group, or ""
+
+
+class RolloutError(RuntimeError):
+    """Rollouts fail for good: the message says why."""
+
+
+class Dispatcher:
+    """Drives `pool` against the AgentWorker deployment behind `handle`; one event loop, in the job's driver."""
+
+    def __init__(
+        self,
+        config: Config,
+        pool: GroupPool,
+        prompts: list[dict[str, Any]],
+        handle: Any,
+        keep: Filter = lambda rows: "",
+    ):
+        self.config = config
+        self.pool = pool
+        self.prompts = prompts
+        self.handle = handle
+        self.keep = keep
+        self.failures: Counter[str] = Counter()  # rollouts that failed, by reason, also those that a retry saved
+        self.finished_groups = 0
+        self._calls: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._failed_in_a_row: deque[str] = deque(maxlen=config.run.fail_limit)
+
+    def fill(self) -> None:
+        """Starts a call for every free slot."""
+        for group in self.pool.dispatch():
+            call = asyncio.create_task(self._call(group), name=group.group_id)
+            self._calls[group.group_id] = call
+
+    async def batch(self, version: int) -> list[Group] | None:
+        """The next batch to train at `version`; None when all prompts have their outcome. Raises RolloutError when rollouts only fail."""
+        while True:
+            self.fill()
+            if self.pool.batch_ready(version):
+                return self.pool.take_batch(version)
+            if self.pool.exhausted:
+                return None
+            if len(self._failed_in_a_row) == self.config.run.fail_limit:
+                raise RolloutError(self._why())
+            if self.config.train.stale_groups == "abort":
+                for group_id in self.pool.holding(version):
+                    self._calls[group_id].cancel()
+            self._changed.clear()
+            await self._changed.wait()  # every call in flight has a deadline, so this ends
+
+    def refitted(self, version: int, trained: list[Group]) -> None:
+        """The engines hold `version`: slots of `trained` are free and filled again."""
+        self.pool.refitted(version, trained)
+        self.fill()
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Cancels what is in flight."""
+        for call in self._calls.values():
+            call.cancel()
+        await asyncio.gather(*self._calls.values(), return_exceptions=True)
+
+    def _task(self, group: Group) -> GroupTask:
+        prompt = self.prompts[group.key.index]
+        rollout = self.config.rollout
+        sampling: dict[str, Any] = {"temperature": rollout.temperature, "top_p": rollout.top_p}
+        if rollout.max_new_tokens is not None:
+            sampling["max_tokens"] = rollout.max_new_tokens
+        return GroupTask(
+            group_id=group.group_id,
+            prompt_id=group.key.index,
+            prompt=prompt["prompt"],
+            label=prompt["label"],
+            tools=prompt["tools"],
+            n=rollout.n_samples_per_prompt,
+            seed=zlib.crc32(f"{self.config.train.seed}/{group.group_id}".encode()),
+            attempt=group.attempt,
+            sampling=sampling,
+        )
+
+    async def _call(self, group: Group) -> None:
+        deadline = self.config.rollout.timeout_s * (1 + self.config.rollout.max_retries) + GRACE_S
+        rows: list[Row] = []
+        try:
+            async with (
+                asyncio.timeout(deadline),
+                contextlib.aclosing(stream_group(self.handle, self._task(group))) as updates,
+            ):
+                async for update, _ in updates:
+                    rows += update.rows
+                    self._count(update.failures)
+                    if update.failed:
+                        self._failed(group, update.failed)
+                        return
+            self._finished(group, rows)
+        except asyncio.CancelledError:
+            self.pool.abort(group.group_id)
+        except TimeoutError:
+            self._failed(group, "worker_timeout")
+        except Exception as e:  # a worker that died, or an error of ours in it: the prompt is tried again, then counted
+            self._failed(group, "worker_died", f"{type(e).__name__}: {e}")
+        finally:
+            self._calls.pop(group.group_id, None)
+            self._changed.set()
+
+    def _finished(self, group: Group, rows: list[Row]) -> None:
+        self.finished_groups += 1
+        self._failed_in_a_row.clear()
+        reason = self.keep(rows)
+        if reason:
+            self.pool.filtered(group.group_id, reason)
+        else:
+            self.pool.finished(group.group_id, rows)
+
+    def _failed(self, group: Group, reason: str, detail: str = "") -> None:
+        if detail:
+            self._count([Failure(group.group_id, reason, detail)])
+        self._failed_in_a_row.append(reason)
+        self.pool.failed(group.group_id, reason)
+
+    def _count(self, failures: list[Failure]) -> None:
+        """Counts reasons, and prints the first of each in full: thousands of the same say no more."""
+        for failure in failures:
+            if not self.failures[failure.reason]:
+                print(f"rollout {failure.rollout_id} failed ({failure.reason}):\n{failure.detail}", flush=True)
+            self.failures[failure.reason] += 1
+
+    def _why(self) -> str:
+        counts = ", ".join(f"{reason} {n}" for reason, n in Counter(self._failed_in_a_row).most_common())
+        return (
+            f"{len(self._failed_in_a_row)} groups failed in a row and none finished ({counts}); the first failure of each kind is "
+            f"printed above. Mend the agent or the engine, or raise --run.fail_limit"
+        )
