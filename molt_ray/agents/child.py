@@ -1,0 +1,84 @@
+"""The process of a blocking agent: `python -m molt_ray.agents.child FD PATH`, started by children.py.
+
+Guarantees: the user's code runs on the main thread, one call at a time, and its standard output is the worker's. Frames
+(8 bytes of length, a pickle) come in over the socket FD on a thread of its own, so that the end of the worker is seen while user
+code blocks: this process and all that it started end then. An error in user code is answered with its traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import pickle
+import queue
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from typing import Any
+
+from molt_ray.agents.load import load_runner
+from molt_ray.agents.runners import invoke
+
+HEADER = struct.Struct("!Q")
+
+
+def pack_frame(message: Any) -> bytes:
+    """A message as it goes over the socket."""
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return HEADER.pack(len(body)) + body
+
+
+def receive(stream: Any, calls: queue.SimpleQueue) -> None:
+    """Passes frames on until the worker is gone; then ends the process group (this process leads it)."""
+    while header := stream.read(HEADER.size):
+        calls.put(pickle.loads(stream.read(HEADER.unpack(header)[0])))
+    os.killpg(0, signal.SIGKILL)
+
+
+class Servant:
+    """Holds the user's object of the current rollout and answers calls for it."""
+
+    def __init__(self, path: str, loop: asyncio.Runner) -> None:
+        self.path = path
+        self.loop = loop
+        self.runner = None
+        self.target = None
+
+    def answer(self, method: str, argument: Any) -> bytes:
+        """The reply frame: (True, value) or (False, traceback)."""
+        try:
+            return pack_frame((True, self.call(method, argument)))
+        except (Exception, SystemExit, KeyboardInterrupt):
+            return pack_frame((False, traceback.format_exc()))
+
+    def call(self, method: str, argument: Any) -> Any:
+        if method == "new":
+            self.runner = self.runner or load_runner(self.path)
+            self.target = self.runner.user_class()
+            return None
+        value = invoke(self.target, method, argument)
+        return self.loop.run(await_it(value)) if inspect.isawaitable(value) else value
+
+
+async def await_it(value: Any) -> Any:
+    return await value
+
+
+def main() -> None:
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    calls: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=receive, args=(channel.makefile("rb"), calls), daemon=True).start()
+    with asyncio.Runner() as loop:
+        servant = Servant(sys.argv[2], loop)
+        while True:
+            with contextlib.suppress(BrokenPipeError):  # `receive` ends the process
+                channel.sendall(servant.answer(*calls.get()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Loads `AgentRunner` from the file that --train.agent_path names.
+
+Guarantees: the module has the same name wherever the file is loaded, so that objects of its classes pickle between a worker and
+its child processes; the file's folder is searched last, so helper modules beside it import and shadow nothing; whatever is wrong
+with the file is told in one error, with the user's own traceback.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+
+from molt_ray.agents.runners import ChatAgentRunner, Runner, StepEnvRunner
+
+
+class AgentLoadError(ValueError):
+    """An agent file that cannot be used; the message says why and what to write."""
+
+
+def load_runner(path: str) -> Runner:
+    """An instance of the file's AgentRunner. `path` is absolute or relative to the working directory. Raises AgentLoadError."""
+    option = f"--train.agent_path {path!r}"
+    file = Path(path).absolute()
+    if not file.is_file():
+        raise AgentLoadError(
+            f"{option}: no such file (looked for {file}); give an absolute path or one in the working dir"
+        )
+    runner_class = import_file(file, option).get("AgentRunner")
+    if runner_class is None:
+        raise AgentLoadError(f"{option}: defines no AgentRunner; export a subclass of StepEnvRunner or ChatAgentRunner")
+    if not isinstance(runner_class, type) or not issubclass(runner_class, (StepEnvRunner, ChatAgentRunner)):
+        raise AgentLoadError(
+            f"{option}: AgentRunner is {runner_class!r}, not a subclass of StepEnvRunner or ChatAgentRunner"
+        )
+    try:
+        return runner_class()
+    except Exception as e:
+        raise AgentLoadError(f"{option}: AgentRunner() failed: {e}\n{traceback.format_exc()}") from None
+
+
+def import_file(file: Path, option: str) -> dict[str, object]:
+    """The namespace of the module made from `file`."""
+    name = f"molt_agent_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise AgentLoadError(f"{option}: not a Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as e:
+        del sys.modules[name]
+        raise AgentLoadError(f"{option}: importing it failed: {e!r}\n{traceback.format_exc()}") from None
+    return vars(module)

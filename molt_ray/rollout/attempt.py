@@ -1,0 +1,102 @@
+"""One try of one rollout: what it is to do, what it came to, or why it failed.
+
+Guarantees: a finished rollout has a finite reward; what an agent returns as reward, score or info is read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from molt_ray.agents.api import Result
+from molt_ray.experience import Segment
+from molt_ray.rollout.messages import FailureReason, GroupTask, rollout_id
+
+Messages = list[dict[str, Any]]
+
+
+class RolloutFailed(Exception):
+    """A try that has no usable result."""
+
+    def __init__(self, reason: FailureReason, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try of rollout `index` of a group."""
+
+    task: GroupTask
+    index: int
+    number: int = 0  # tries before this one
+
+    @property
+    def rollout_id(self) -> str:
+        return rollout_id(self.task.group_id, self.index)
+
+    def messages(self) -> Messages:
+        """The prompt as chat messages, the caller's own copy."""
+        prompt = self.task.prompt
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+
+    def seed(self, turn: int) -> int | None:
+        """The sampling seed of a turn, 32 bits; None when the task gives none. Another for each rollout, try and turn."""
+        if self.task.seed is None:
+            return None
+        key = f"{self.task.seed}/{self.index}/{self.number}/{turn}".encode()
+        return int.from_bytes(blake2b(key, digest_size=4).digest(), "big")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A finished rollout."""
+
+    segments: list[Segment]
+    reward: float
+    score: float
+    turn_rewards: list[float]
+    info: dict[str, float] = field(default_factory=dict)
+    truncated: bool = False
+    engine_s: float = 0.0  # seconds spent in model calls, where known
+
+
+def last_user_text(messages: Messages) -> str:
+    """The text of the last user message, its text parts joined; empty when there is none."""
+    content = next((m.get("content") for m in reversed(messages) if m.get("role") == "user"), None)
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content if part.get("type") == "text")
+    return content or ""
+
+
+def result_of(value: Any, method: str) -> Result:
+    """`value` if it is a Result. Raises RolloutFailed otherwise."""
+    if not isinstance(value, Result):
+        raise RolloutFailed("agent_error", f"{method} returned {value!r}, not a Result")
+    return value
+
+
+def reward_of(value: Any) -> float:
+    """A reward or score as a finite float: a number, a one-element array or tensor, or the first of a list.
+
+    Raises RolloutFailed (bad_reward) for anything else.
+    """
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    try:
+        number = float(first)
+    except (TypeError, ValueError, RuntimeError):
+        raise RolloutFailed("bad_reward", f"{value!r} is no number") from None
+    if not math.isfinite(number):
+        raise RolloutFailed("bad_reward", f"{value!r} is not finite")
+    return number
+
+
+def scalars_of(info: dict[str, Any]) -> dict[str, float]:
+    """The finite numeric scalars of an agent's info, by name; the rest is no metric."""
+    numbers = {str(k): float(v) for k, v in info.items() if isinstance(v, (bool, int, float, np.number, np.bool_))}
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}

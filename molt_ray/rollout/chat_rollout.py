@@ -1,0 +1,80 @@
+"""A rollout of a ChatAgent: open a capture session, let the agent talk to it, close it and take its segments.
+
+Guarantees: one session for one try, with a key of its own, closed whatever happens; what the agent sampled is what the session
+recorded; a rollout in which the agent never called the policy fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from molt_ray.agents.api import Context
+from molt_ray.agents.hosts import Host, opened
+from molt_ray.capture.client import CaptureClient
+from molt_ray.config import Config
+from molt_ray.rollout.attempt import (
+    Attempt,
+    Outcome,
+    RolloutFailed,
+    last_user_text,
+    result_of,
+    reward_of,
+    scalars_of,
+)
+
+MODEL_NAME = "policy"
+
+
+async def run_chat(attempt: Attempt, host: Host, *, config: Config, capture: CaptureClient) -> Outcome:
+    """One rollout of the ChatAgent in `host`. Raises RolloutFailed, or AgentError with the user's traceback."""
+    sampling = chat_sampling(attempt, config)
+    meta = {
+        "rollout_id": attempt.rollout_id,
+        "group_id": attempt.task.group_id,
+        "attempt": attempt.number,
+        "sampling": sampling,
+    }
+    async with opened(host):
+        async with capture.session(meta) as session:
+            result = result_of(await host.call("run", context_of(attempt, session, sampling, config)), "run")
+        if result.reward is None:
+            raise RolloutFailed("bad_reward", "run returned reward None")
+        reward = reward_of(result.reward)
+        if not session.segments:
+            raise RolloutFailed("no_model_call", "run returned without a finished model call at ctx.base_url")
+        return Outcome(
+            segments=session.segments,
+            reward=reward,
+            score=reward if result.score is None else reward_of(result.score),
+            turn_rewards=[reward],
+            info=scalars_of(result.info),
+            truncated=result.truncated,
+        )
+
+
+def chat_sampling(attempt: Attempt, config: Config) -> dict[str, Any]:
+    """The settings of the session's calls unless the agent asks for others."""
+    sampling = {"temperature": config.rollout.temperature, "top_p": config.rollout.top_p}
+    if config.rollout.max_new_tokens is not None:
+        sampling["max_tokens"] = config.rollout.max_new_tokens
+    sampling |= attempt.task.sampling
+    seed = attempt.seed(0)
+    return sampling if seed is None else {**sampling, "seed": seed}
+
+
+def context_of(attempt: Attempt, session: Any, sampling: dict[str, Any], config: Config) -> Context:
+    messages = attempt.messages()
+    return Context(
+        messages=messages,
+        tools=attempt.task.tools,
+        prompt=last_user_text(messages),
+        label=attempt.task.label,
+        images=list(attempt.task.images),
+        base_url=session.base_url,
+        session_url=session.session_url,
+        api_key=session.api_key,
+        model_name=MODEL_NAME,
+        session_id=session.session_id,
+        sampling_params=dict(sampling),
+        max_length=config.data.max_len,
+    )

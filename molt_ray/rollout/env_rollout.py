@@ -1,0 +1,218 @@
+"""A rollout of an Env: sample a turn, let the Env answer it, until the Env ends it or the budget is used up.
+
+Guarantees: prompts are the token tree's own, so that for the same messages an Env and a ChatAgent give the engine the same ids;
+rewards are kept per turn and summed; a rollout that outgrows data.max_len ends as truncated with the rewards it has, and one whose
+first prompt leaves no room for a reply fails.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from typing import Any
+
+from molt_ray.agents.api import RawText, Result
+from molt_ray.agents.hosts import Host, opened
+from molt_ray.capture.template import HfTemplate
+from molt_ray.capture.tree import Placement, TokenTree
+from molt_ray.config import Config
+from molt_ray.engine.protocol import ContextTooLong, Engine, GenerateRequest, Generation
+from molt_ray.rollout.attempt import (
+    Attempt,
+    Messages,
+    Outcome,
+    RolloutFailed,
+    last_user_text,
+    result_of,
+    reward_of,
+    scalars_of,
+)
+
+
+async def run_env(attempt: Attempt, host: Host, *, config: Config, engine: Engine, template: HfTemplate) -> Outcome:
+    """One rollout of the Env in `host`. Raises RolloutFailed, or AgentError with the user's traceback."""
+    if attempt.task.images:
+        raise RolloutFailed("agent_error", "an Env's model calls carry no images: use a ChatAgent for image prompts")
+    async with opened(host):
+        rollout = EnvRollout(attempt, host, config, engine, template)
+        await rollout.reset()
+        while await rollout.turn():
+            pass
+        return rollout.outcome()
+
+
+class EnvRollout:
+    """The state of one rollout between its turns."""
+
+    def __init__(self, attempt: Attempt, host: Host, config: Config, engine: Engine, template: HfTemplate) -> None:
+        self.attempt = attempt
+        self.host = host
+        self.config = config
+        self.engine = engine
+        self.template = template
+        self.tree = TokenTree(
+            keep_thinking=config.capture.keep_thinking, train_abandoned=config.capture.train_abandoned
+        )
+        self.messages: Messages = attempt.messages()
+        self.raw_ids: list[int] | None = None  # the whole context, once it has left the template
+        self.kept: dict[str, Any] = {"label": attempt.task.label, "images": attempt.task.images}  # in every state
+        self.sampling = {
+            "temperature": config.rollout.temperature,
+            "top_p": config.rollout.top_p,
+            **attempt.task.sampling,
+        }
+        self.turn_rewards: list[float] = []
+        self.info: dict[str, float] = {}
+        self.score: float | None = None
+        self.truncated = False
+        self.engine_s = 0.0
+
+    async def reset(self) -> None:
+        """Lets the Env change the first observation (the prompt's last user message), the messages or anything of its own."""
+        text = last_user_text(self.messages)
+        state = {
+            **self.kept,
+            "observation_text": text,
+            "observation": text,
+            "messages": list(self.messages),
+            "sampling_params": dict(self.sampling),
+            "turn": 0,
+        }
+        changes = await self.host.call("reset", state)
+        if changes is None:
+            return
+        if not isinstance(changes, dict):
+            raise RolloutFailed("agent_error", f"reset returned {changes!r}, not a dict of changes or None")
+        changes = dict(changes)
+        self.messages = changes.pop("messages", self.messages)
+        self.sampling = changes.pop("sampling_params", self.sampling)
+        for first in (changes.pop("observation_text", text), changes.pop("observation", text)):
+            if isinstance(first, RawText):
+                self.raw_ids = self.template.encode(first)
+            elif first != text:
+                self.messages = with_last_user_text(self.messages, first)
+        self.kept |= changes
+
+    async def turn(self) -> bool:
+        """One model call and the Env's answer. False when the rollout is over."""
+        placement = self.place()
+        remaining = self.config.data.max_len - len(placement.prompt_ids)
+        if remaining <= 0:
+            if not self.turn_rewards:
+                raise RolloutFailed(
+                    "context_too_long", str(ContextTooLong(len(placement.prompt_ids), self.config.data.max_len))
+                )
+            self.truncated = True
+            return False
+        generation, turn = await self.generate(placement, remaining)
+        result = await self.step(placement, generation, turn, remaining - len(generation.token_ids))
+        self.count(result)
+        if result.terminated or result.truncated:
+            self.truncated = result.truncated
+            return False
+        if result.sampling_params is not None:
+            self.sampling = dict(result.sampling_params)
+        self.observe(result.observation, placement, generation)
+        return True
+
+    def place(self) -> Placement:
+        """Where the next turn goes in the tree, and its prompt."""
+        if self.raw_ids is not None:
+            return self.tree.place_ids(self.raw_ids)
+        return self.tree.place(self.messages, self.attempt.task.tools, self.template)
+
+    async def generate(self, placement: Placement, remaining: int) -> tuple[Generation, Any]:
+        sampling = self.turn_sampling(remaining)
+        others = {name: value for name, value in sampling.items() if name != "temperature"}
+        turn = self.tree.begin(placement, temperature=sampling.get("temperature", 1.0), sampling=others)
+        number = len(self.turn_rewards)
+        request = GenerateRequest(
+            f"{self.attempt.rollout_id}.{self.attempt.number}.{number}", placement.prompt_ids, sampling, text=False
+        )
+        started = time.perf_counter()
+        try:
+            generation = await self.engine.generate(request, group_id=self.attempt.task.group_id)
+        except ContextTooLong as e:
+            raise RolloutFailed("context_too_long", str(e)) from e
+        except Exception as e:
+            raise RolloutFailed("engine_error", traceback.format_exc()) from e
+        self.engine_s += time.perf_counter() - started
+        if generation.finish_reason not in ("stop", "length"):
+            raise RolloutFailed("engine_error", f"the engine ended the turn with {generation.finish_reason!r}")
+        turn.extend(generation.token_ids, generation.logprobs)
+        return generation, turn
+
+    def turn_sampling(self, remaining: int) -> dict[str, Any]:
+        """The current settings with this turn's seed, and its token limits within the budget."""
+        caps = (self.sampling.get("max_tokens"), self.config.rollout.max_new_tokens, remaining)
+        limit = min(cap for cap in caps if cap is not None)
+        sampling = {**self.sampling, "max_tokens": limit}
+        if "min_tokens" in sampling:
+            sampling["min_tokens"] = min(sampling["min_tokens"], limit)
+        seed = self.attempt.seed(len(self.turn_rewards))
+        return sampling if seed is None else {**sampling, "seed": seed}
+
+    async def step(self, placement: Placement, generation: Generation, turn: Any, remaining: int) -> Result:
+        """Records the finished turn and hands it to the Env."""
+        decode = self.template.tokenizer.decode
+        ids = generation.token_ids
+        spoken = ids[:-1] if ids and ids[-1] in self.template.stop_ids else ids
+        reply = {"role": "assistant", "content": decode(spoken, skip_special_tokens=True)}
+        self.tree.finish(turn, reply=reply, finish_reason=generation.finish_reason, versions=generation.versions())
+        self.tree.delivered(turn)
+        self.messages = [*self.messages, reply]
+        state = {
+            **self.kept,
+            "observation_text": decode(placement.prompt_ids),
+            "action_text": decode(ids),
+            "action_message": reply["content"],
+            "messages": list(self.messages),
+            "prompt_ids": list(placement.prompt_ids),
+            "action_ids": list(ids),
+            "finish_reason": generation.finish_reason,
+            "sampling_params": dict(self.sampling),
+            "turn": len(self.turn_rewards),
+            "remaining": remaining,
+        }
+        return result_of(await self.host.call("step", state), "step")
+
+    def count(self, result: Result) -> None:
+        """Takes the turn's reward, score and info. A turn without a reward counts 0; the last one must have one."""
+        if result.reward is None and (result.terminated or result.truncated):
+            raise RolloutFailed("bad_reward", "the Env ended the rollout with reward None")
+        if result.images:
+            raise RolloutFailed("agent_error", "Result.images: an Env's model calls carry no images")
+        self.turn_rewards.append(0.0 if result.reward is None else reward_of(result.reward))
+        self.score = None if result.score is None else reward_of(result.score)
+        self.info |= scalars_of(result.info)
+
+    def observe(self, observation: Any, placement: Placement, generation: Generation) -> None:
+        """Appends what the Env answered: messages through the template, RawText as it is."""
+        if isinstance(observation, RawText):
+            self.raw_ids = [*placement.prompt_ids, *generation.token_ids, *self.template.encode(observation)]
+        elif self.raw_ids is not None:
+            raise RolloutFailed("agent_error", "a context that holds RawText has left the template: go on with RawText")
+        elif isinstance(observation, str):
+            self.messages.append({"role": "user", "content": observation})
+        else:
+            self.messages.extend(observation)
+
+    def outcome(self) -> Outcome:
+        reward = sum(self.turn_rewards)
+        return Outcome(
+            segments=self.tree.segments(),
+            reward=reward,
+            score=reward if self.score is None else self.score,
+            turn_rewards=self.turn_rewards,
+            info=self.info,
+            truncated=self.truncated,
+            engine_s=self.engine_s,
+        )
+
+
+def with_last_user_text(messages: Messages, text: str) -> Messages:
+    """`messages` with another text in the last user message. Raises RolloutFailed when there is no such message."""
+    for index in range(len(messages) - 1, -1, -1):
+        if messages[index].get("role") == "user":
+            return [*messages[:index], {**messages[index], "content": text}, *messages[index + 1 :]]
+    raise RolloutFailed("agent_error", "reset changed the observation, but the prompt has no user message")
