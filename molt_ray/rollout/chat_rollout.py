@@ -6,11 +6,10 @@ recorded; a rollout in which the agent never called the policy fails.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from molt_ray.agents.api import Context
 from molt_ray.agents.hosts import Host, opened
-from molt_ray.capture.client import CaptureClient
 from molt_ray.config import Config
 from molt_ray.rollout.attempt import (
     Attempt,
@@ -21,6 +20,9 @@ from molt_ray.rollout.attempt import (
     reward_of,
     scalars_of,
 )
+
+if TYPE_CHECKING:
+    from molt_ray.capture.client import CaptureClient
 
 MODEL_NAME = "policy"
 

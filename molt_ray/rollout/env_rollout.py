@@ -14,7 +14,7 @@ from typing import Any
 from molt_ray.agents.api import RawText, Result
 from molt_ray.agents.hosts import Host, opened
 from molt_ray.capture.template import HfTemplate
-from molt_ray.capture.tree import Placement, TokenTree
+from molt_ray.capture.tree import Placement, SampledTurn, TokenTree
 from molt_ray.config import Config
 from molt_ray.engine.protocol import ContextTooLong, Engine, GenerateRequest, Generation
 from molt_ray.rollout.attempt import (
@@ -54,7 +54,7 @@ class EnvRollout:
             keep_thinking=config.capture.keep_thinking, train_abandoned=config.capture.train_abandoned
         )
         self.messages: Messages = attempt.messages()
-        self.raw_ids: list[int] | None = None  # the whole context, once it has left the template
+        self.raw: Placement | None = None  # the next prompt, once the context has left the template
         self.kept: dict[str, Any] = {"label": attempt.task.label, "images": attempt.task.images}  # in every state
         self.sampling = {
             "temperature": config.rollout.temperature,
@@ -88,7 +88,7 @@ class EnvRollout:
         self.sampling = changes.pop("sampling_params", self.sampling)
         for first in (changes.pop("observation_text", text), changes.pop("observation", text)):
             if isinstance(first, RawText):
-                self.raw_ids = self.template.encode(first)
+                self.raw = self.tree.append_raw(None, self.template.encode(first))
             elif first != text:
                 self.messages = with_last_user_text(self.messages, first)
         self.kept |= changes
@@ -112,16 +112,19 @@ class EnvRollout:
             return False
         if result.sampling_params is not None:
             self.sampling = dict(result.sampling_params)
-        self.observe(result.observation, placement, generation)
+        self.observe(result.observation, turn)
         return True
 
     def place(self) -> Placement:
         """Where the next turn goes in the tree, and its prompt."""
-        if self.raw_ids is not None:
-            return self.tree.place_ids(self.raw_ids)
-        return self.tree.place(self.messages, self.attempt.task.tools, self.template)
+        if self.raw is not None:
+            return self.raw
+        try:
+            return self.tree.place(self.messages, self.attempt.task.tools, self.template)
+        except Exception:  # a template may refuse messages in any way it likes
+            raise RolloutFailed("agent_error", f"messages cannot be rendered: {traceback.format_exc()}") from None
 
-    async def generate(self, placement: Placement, remaining: int) -> tuple[Generation, Any]:
+    async def generate(self, placement: Placement, remaining: int) -> tuple[Generation, SampledTurn]:
         sampling = self.turn_sampling(remaining)
         others = {name: value for name, value in sampling.items() if name != "temperature"}
         turn = self.tree.begin(placement, temperature=sampling.get("temperature", 1.0), sampling=others)
@@ -152,7 +155,7 @@ class EnvRollout:
         seed = self.attempt.seed(len(self.turn_rewards))
         return sampling if seed is None else {**sampling, "seed": seed}
 
-    async def step(self, placement: Placement, generation: Generation, turn: Any, remaining: int) -> Result:
+    async def step(self, placement: Placement, generation: Generation, turn: SampledTurn, remaining: int) -> Result:
         """Records the finished turn and hands it to the Env."""
         decode = self.template.tokenizer.decode
         ids = generation.token_ids
@@ -186,11 +189,11 @@ class EnvRollout:
         self.score = None if result.score is None else reward_of(result.score)
         self.info |= scalars_of(result.info)
 
-    def observe(self, observation: Any, placement: Placement, generation: Generation) -> None:
+    def observe(self, observation: Any, turn: SampledTurn) -> None:
         """Appends what the Env answered: messages through the template, RawText as it is."""
         if isinstance(observation, RawText):
-            self.raw_ids = [*placement.prompt_ids, *generation.token_ids, *self.template.encode(observation)]
-        elif self.raw_ids is not None:
+            self.raw = self.tree.append_raw(turn, self.template.encode(observation))
+        elif self.raw is not None:
             raise RolloutFailed("agent_error", "a context that holds RawText has left the template: go on with RawText")
         elif isinstance(observation, str):
             self.messages.append({"role": "user", "content": observation})

@@ -1,0 +1,206 @@
+"""Runs groups of rollouts: deadlines, retries, and what comes of them as light rows and packs. No Serve in here.
+
+Guarantees: a group ends whole, or failed with its reason; every failed try is reported, also one that a retry made good; each rollout has
+its own deadline, after which its agent is cancelled or killed and its model calls are aborted; whoever leaves `run_group` early
+ends all rollouts of the group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections.abc import AsyncIterator, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from molt_ray.agents.children import ChildPool
+from molt_ray.agents.hosts import AgentError, leased
+from molt_ray.agents.load import load_runner
+from molt_ray.agents.runners import StepEnvRunner
+from molt_ray.capture.template import HfTemplate
+from molt_ray.config import Config
+from molt_ray.engine.protocol import Engine
+from molt_ray.experience import Experience, Pack, PackRef, Row, experiences_of
+from molt_ray.rollout.attempt import Attempt, Outcome, RolloutFailed
+from molt_ray.rollout.chat_rollout import run_chat
+from molt_ray.rollout.env_rollout import run_env
+from molt_ray.rollout.messages import Failure, GroupTask, GroupUpdate
+
+if TYPE_CHECKING:
+    from molt_ray.capture.client import CaptureClient
+
+log = logging.getLogger(__name__)
+
+FLUSH_BYTES = 500_000  # objects under about 100 KB are inlined in their owner's memory, and many small ones are slow
+CANCEL_S = 5.0  # how long cancelled user code may take to end; then it is left behind
+NEVER_BETTER = ("context_too_long",)  # a second try would fail alike
+
+
+class RolloutWorker:
+    """Runs the agent of one file. An Env needs `engine` and `template`, a ChatAgent `capture`."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        engine: Engine | None = None,
+        template: HfTemplate | None = None,
+        capture: CaptureClient | None = None,
+    ) -> None:
+        self.config = config
+        self.runner = load_runner(config.train.agent_path)
+        self.engine = engine
+        self.template = template
+        self.capture = capture
+        self.children = ChildPool(config.train.agent_path, config.rollout.blocking_processes)
+
+    def close(self) -> None:
+        """Ends the child processes."""
+        self.children.close()
+
+    async def run_group(self, task: GroupTask) -> AsyncIterator[GroupUpdate | Pack]:
+        """The answer to `task`: updates, each followed by its packs (messages.py has the order)."""
+        group = GroupRun(task)
+        waiting = {asyncio.create_task(self.rollout(group, index)) for index in range(task.n)}
+        try:
+            while waiting and not group.failed:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for finished in done:
+                    group.take(finished.result())
+                if waiting and not group.failed and group.pending_bytes >= FLUSH_BYTES:
+                    for item in group.flush(finished=False):
+                        yield item
+        finally:
+            await end_all(waiting)
+        for item in group.flush(finished=True):
+            yield item
+
+    async def rollout(self, group: GroupRun, index: int) -> list[Experience]:
+        """Tries one rollout until it succeeds or its retries are used up; then the group has failed, and nothing comes back."""
+        for number in range(1 + self.config.rollout.max_retries):
+            attempt = Attempt(group.task, index, number)
+            started = time.perf_counter()
+            try:
+                outcome = await self.attempt(attempt)
+            except RolloutFailed as e:
+                group.failures.append(Failure(attempt.rollout_id, e.reason, e.detail))
+                if e.reason in NEVER_BETTER or number == self.config.rollout.max_retries:
+                    group.failed = group.failed or e.reason
+                    return []
+            else:
+                group.durations.append(time.perf_counter() - started)
+                return experiences(attempt, outcome)
+        raise AssertionError("the last try always returns")
+
+    async def attempt(self, attempt: Attempt) -> Outcome:
+        """One try under its deadline. Raises RolloutFailed with the reason, whatever went wrong."""
+        try:
+            async with leased(self.runner, self.children) as host:
+                if isinstance(self.runner, StepEnvRunner):
+                    run = run_env(attempt, host, config=self.config, engine=self.engine, template=self.template)
+                else:
+                    run = run_chat(attempt, host, config=self.config, capture=self.capture)
+                return await within(self.config.rollout.timeout_s, run)
+        except AgentError as e:
+            raise RolloutFailed("agent_error", str(e)) from None
+        except RolloutFailed:
+            raise
+        except Exception:
+            raise RolloutFailed("engine_error", traceback.format_exc()) from None
+
+
+class GroupRun:
+    """What has come of a group so far, and what of it was not sent yet."""
+
+    def __init__(self, task: GroupTask) -> None:
+        self.task = task
+        self.started = time.perf_counter()
+        self.pending: list[Experience] = []
+        self.pending_bytes = 0
+        self.failures: list[Failure] = []
+        self.failed = ""
+        self.durations: list[float] = []  # of the rollouts that succeeded, seconds
+
+    def take(self, finished: list[Experience]) -> None:
+        self.pending += finished
+        self.pending_bytes += sum(c.nbytes for e in finished for columns in e.heavy.values() for c in columns.values())
+
+    def flush(self, *, finished: bool) -> list[GroupUpdate | Pack]:
+        """The next update and its packs; of a failed group only the failures."""
+        rows, packs = ([], []) if self.failed else pack_up(self.pending)
+        update = GroupUpdate(
+            self.task.group_id,
+            rows=rows,
+            families=[pack.family for pack in packs],
+            failures=self.failures,
+            finished=finished,
+            failed=self.failed,
+            timings=self.timings() if finished else {},
+        )
+        self.pending, self.pending_bytes, self.failures = [], 0, []
+        return [update, *packs]
+
+    def timings(self) -> dict[str, float]:
+        lasted = {"group": time.perf_counter() - self.started}
+        if self.durations:
+            lasted["rollout_mean"] = sum(self.durations) / len(self.durations)
+            lasted["rollout_max"] = max(self.durations)
+        return lasted
+
+
+def experiences(attempt: Attempt, outcome: Outcome) -> list[Experience]:
+    return experiences_of(
+        outcome.segments,
+        rollout_id=attempt.rollout_id,
+        group_id=attempt.task.group_id,
+        prompt_id=attempt.task.prompt_id,
+        reward=outcome.reward,
+        score=outcome.score,
+        turn_rewards=outcome.turn_rewards,
+        info=outcome.info,
+        truncated=outcome.truncated,
+        aborted=False,
+    )
+
+
+def pack_up(finished: list[Experience]) -> tuple[list[Row], list[Pack]]:
+    """Offloads: the light rows, and a pack for each column family that any of them has."""
+    rows, payloads = [], {}
+    for experience in finished:
+        row, heavy = experience.offload()
+        rows.append(row)
+        for family, payload in heavy.items():
+            column = payloads.setdefault(family, [])
+            row.packs[family] = PackRef(None, len(column))
+            column.append(payload)
+    return rows, [Pack.of(family, column) for family, column in payloads.items()]
+
+
+async def within(timeout_s: float, work: Coroutine[Any, Any, Outcome]) -> Outcome:
+    """`work` under a deadline. Cancelled user code that does not end is left behind rather than waited for.
+
+    Raises RolloutFailed (timeout) at the deadline; cancelling this cancels `work`.
+    """
+    task = asyncio.create_task(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        await end_all({task})
+        raise
+    if not done:
+        await end_all({task})
+        raise RolloutFailed("timeout", f"not finished after {timeout_s} s")
+    if task.cancelled():
+        raise RolloutFailed("agent_error", "the agent cancelled its own task")
+    return task.result()
+
+
+async def end_all(tasks: set[asyncio.Task]) -> None:
+    """Cancels `tasks` and gives them CANCEL_S to end."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        _, left = await asyncio.wait(tasks, timeout=CANCEL_S)
+        for task in left:
+            log.error("user code ignored its cancellation for %s s and was left behind: %r", CANCEL_S, task)
