@@ -1,89 +1,75 @@
 """The reinforcement-learning graph: which nodes, wired how, and the loop that one sample goes round in.
 
-prompts → RolloutPool → AgentWorker → (Capture →) PolicyEngine → experience in the store → estimator, balance → Ray Data →
+prompts → GroupPool → AgentWorker → (Capture →) PolicyEngine → experience in the object store → estimator, balance → Ray Data →
 TrainerRank → refit → PolicyEngine. While the ranks train version v, the next batch is formed and new rollouts are sampled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import ray.data
+from ray import serve
+
 from graphs.graph import Edge, Graph, Node
 from molt_ray import resources
-from molt_ray.algorithm.advantage import ESTIMATORS
+from molt_ray.algorithm.advantage import advantage_values
 from molt_ray.config import Config
 from molt_ray.engine.fleet import Fleet
 from molt_ray.experience import Row
 from molt_ray.handoff import StepPlan, plan_step, to_datasets
-from molt_ray.metrics import MetricsLog, rollout_metrics
+from molt_ray.metrics import MetricsLog, read_metrics, rollout_metrics, stage_report
 from molt_ray.record import write_records
 from molt_ray.rollout.dispatcher import Dispatcher
 from molt_ray.rollout.pool import Group, GroupPool
+from molt_ray.rollout.prompts import PromptOrder, read_prompts
 from molt_ray.trainer.group import TrainerGroup
+from serve_apps import agents, capture
+from serve_apps.deploy import app_name, deploy, sweep, wait_running
+
+AgentForm = Literal["env", "chat"]
 
 
-def declare(config: Config, *, gpus: bool, chat: bool) -> Graph:
-    """The nodes and edges of a run. `chat`: the agent is a ChatAgent and needs the capture endpoint."""
-    tp = config.vllm.tensor_parallel_size
+def declare(config: Config, form: AgentForm, *, gpus: bool) -> Graph:
+    """The nodes and edges of a run; a ChatAgent needs the capture endpoint, an Env does not."""
+    workers = config.rollout.max_runners or config.rollout.num_runners
+    tp = config.vllm.tensor_parallel_size if gpus else 0
     nodes = [
-        Node(
-            "AgentWorker",
-            "Serve: runs the agent",
-            config.rollout.max_runners or config.rollout.num_runners,
-            resources.AGENT_WORKER_CPUS,
-            option="rollout.num_runners",
-        ),
-        *(
-            [
-                Node(
-                    "Capture",
-                    "Serve: OpenAI and Anthropic endpoint",
-                    config.capture.num_replicas,
-                    resources.CAPTURE_CPUS,
-                    option="capture.num_replicas",
-                )
-            ]
-            if chat
-            else []
-        ),
-        Node(
-            "PolicyEngine",
-            "Serve: vLLM",
-            config.vllm.num_engines,
-            resources.ENGINE_CPUS,
-            tp if gpus else 0,
-            option="vllm.num_engines",
-        ),
+        Node("AgentWorker", "Serve: runs the agent", workers, resources.AGENT_WORKER_CPUS, 0, "rollout.num_runners"),
+        Node("PolicyEngine", "Serve: vLLM", config.vllm.num_engines, resources.ENGINE_CPUS, tp, "vllm.num_engines"),
         Node(
             "TrainerRank",
-            "actor: FSDP2",
+            "actors: FSDP2",
             config.world_size,
             resources.TRAINER_CPUS,
-            1 if gpus else 0,
-            option="actor.num_gpus_per_node",
+            int(gpus),
+            "actor.num_gpus_per_node",
         ),
     ]
-    model_calls = (
-        [Edge("AgentWorker", "Capture", "HTTP, any SDK"), Edge("Capture", "PolicyEngine", "token ids")]
-        if chat
-        else [Edge("AgentWorker", "PolicyEngine", "token ids")]
+    edges = [
+        Edge("GroupPool", "AgentWorker", "prompts, a group a call"),
+        Edge("AgentWorker", "GroupPool", "light rows, references to packs"),
+        Edge("GroupPool", "TrainerRank", "Ray Data: rows and references of a batch"),
+        Edge("TrainerRank", "PolicyEngine", "weights"),
+    ]
+    if form == "env":
+        return Graph(nodes, [*edges, Edge("AgentWorker", "PolicyEngine", "token ids")])
+    endpoint = Node(
+        "Capture",
+        "Serve: the endpoint of the SDKs",
+        config.capture.num_replicas,
+        resources.CAPTURE_CPUS,
+        0,
+        "capture.num_replicas",
     )
-    return Graph(
-        nodes,
-        [
-            Edge("RolloutPool", "AgentWorker", "groups of prompts"),
-            *model_calls,
-            Edge("AgentWorker", "RolloutPool", "light rows, references to packs"),
-            Edge("RolloutPool", "TrainerRank", "Ray Data: rows and references of a batch"),
-            Edge("TrainerRank", "PolicyEngine", "weights"),
-        ],
-    )
+    calls = [Edge("AgentWorker", "Capture", "HTTP, any SDK"), Edge("Capture", "PolicyEngine", "token ids")]
+    return Graph([*nodes, endpoint], [*edges, *calls])
 
 
 @dataclass(slots=True)
@@ -102,7 +88,6 @@ class Loop:
     """One run in progress. `version` is the trainer's and, after each refit, the engines'."""
 
     config: Config
-    folder: Path
     pool: GroupPool
     dispatcher: Dispatcher
     fleet: Fleet
@@ -110,19 +95,20 @@ class Loop:
     log: MetricsLog
     version: int = 0
     step: int = 0
+    reported: float = field(default_factory=time.monotonic)
 
     async def run(self) -> None:
         """Trains until the prompts are used up, `train.max_steps` is reached, or the reward is."""
         upcoming = asyncio.create_task(self.prepare(self.version))
         try:
-            while not self.done() and (step := await upcoming) is not None:
+            while not self.done() and (step := await self.awaited(upcoming)) is not None:
                 upcoming = asyncio.create_task(self.prepare(self.version + 1))
-                begun = time.monotonic()
-                trained = await self.trainers.train(step.plan, step.datasets)
-                step.seconds["policy_train"] = time.monotonic() - begun
-                await self.refit(step)
-                self.report(step, trained)
-                await self.checkpoint()
+                with Timer(step.seconds, "policy_train"):
+                    trained = await self.trainers.train(step.plan, step.datasets)
+                with Timer(step.seconds, "broadcast"):
+                    await self.refit()
+                self.dispatcher.refitted(self.version, step.groups)
+                await self.report(step, trained)
         finally:
             upcoming.cancel()
             await asyncio.gather(upcoming, return_exceptions=True)
@@ -133,29 +119,150 @@ class Loop:
             goal is not None and recent is not None and recent >= goal
         )
 
+    async def awaited(self, upcoming: asyncio.Task[Step | None]) -> Step | None:
+        """The step; the time that the ranks waited for it counts as generation."""
+        begun = time.monotonic()
+        step = await upcoming
+        if step is not None:
+            step.seconds["generation"] = time.monotonic() - begun
+        return step
+
     async def prepare(self, version: int) -> Step | None:
         """The batch to train at `version`, balanced and referenced; None when there is none left."""
-        begun = time.monotonic()
         groups = await self.dispatcher.batch(version)
         if groups is None:
             return None
-        formed = time.monotonic()
-        rows = [row for group in groups for row in group.rows()]
-        values = ESTIMATORS[self.config.algo.advantage.estimator](
-            rows, self.config.algo.advantage, self.config.reward.clip_range
-        )
-        plan, frames = plan_step(rows, values, version, self.config, self.trainers.dp_size)
-        datasets = to_datasets(frames)
-        return Step(
-            groups, rows, plan, datasets, {"generation": formed - begun, "make_experience": time.monotonic() - formed}
-        )
+        seconds: dict[str, float] = {}
+        with Timer(seconds, "make_experience"):
+            rows = [row for group in groups for row in group.rows()]
+            values = advantage_values(rows, self.config)
+            plan, frames = plan_step(rows, values, version, self.config, self.trainers.dp_size)
+            return Step(groups, rows, plan, to_datasets(frames), seconds)
 
-    async def refit(self, step: Step) -> None:
-        """The engines get the new weights; the batch's slots are free afterwards."""
-        begun = time.monotonic()
-        self.version += 1
+    async def refit(self) -> None:
+        """The engines get the trainer's weights under the next version; what runs there is paused, not lost."""
         await self.fleet.pause("keep" if self.config.train.partial_rollout_enable else "wait")
-        await self.trainers.refit(self.version, self.fleet.sender_args)
+        await self.trainers.refit(self.version + 1, self.fleet.sender_args)
         await self.fleet.resume()
-        step.seconds["broadcast"] = time.monotonic() - begun
-        self.dispatcher.refitted(self.version, step.groups)
+        self.version += 1
+
+    async def report(self, step: Step, trained: dict[str, float]) -> None:
+        """Metrics, records and the checkpoint of a finished step."""
+        self.step += 1
+        now = time.monotonic()
+        step.seconds["step_total"], self.reported = now - self.reported, now
+        values = {
+            **rollout_metrics(step.rows),
+            **{f"train/{name}": value for name, value in trained.items()},
+            **{f"timing/{name}": seconds for name, seconds in step.seconds.items()},
+            **{f"prompts/{outcome}": count for outcome, count in self.pool.outcomes.items()},
+            **{f"rollout/failed/{reason}": count for reason, count in self.dispatcher.failures.items()},
+            "perf/tokens_per_s": sum(row.tokens for row in step.rows) / step.seconds["step_total"],
+            "version": self.version,
+        }
+        self.log.write(self.step, values)
+        if self.config.run.record:
+            file = Path(self.config.run.dir) / "rollouts" / f"step-{self.step:06d}.parquet"
+            await write_records.remote(str(file), self.step, step.rows)
+        if self.config.ckpt.save_steps > 0 and self.step % self.config.ckpt.save_steps == 0:
+            state = {"step": self.step, "version": self.version, "pool": self.pool.state()}
+            await self.trainers.save(f"step-{self.step:06d}", state)
+
+    async def resume(self) -> None:
+        """Continues from the newest complete checkpoint, if there is one: its weights reach the engines before the first rollout,
+        under a version that no token of the run's earlier life carries."""
+        state = await self.trainers.load()
+        if state is None:
+            print("no complete checkpoint: starting from the model", flush=True)
+            return
+        self.step = state["step"]
+        self.pool.restore(state["pool"])
+        self.version = max([state["version"], *(r["version"] for r in read_metrics(self.log.file))])
+        await self.refit()
+        self.pool.refitted(self.version, [])
+        print(f"resumed after step {self.step}, at version {self.version}", flush=True)
+
+
+class Timer:
+    """Adds the seconds of a block to `into[name]`."""
+
+    def __init__(self, into: dict[str, float], name: str):
+        self.into, self.name = into, name
+
+    def __enter__(self) -> None:
+        self.begun = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self.into[self.name] = self.into.get(self.name, 0.0) + time.monotonic() - self.begun
+
+
+async def train(config: Config, form: AgentForm) -> None:
+    """One run from nothing to its exported model. Whatever happens, nothing of it stays behind in the cluster."""
+    main = asyncio.current_task()
+    for stop in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(stop, main.cancel)
+    startup: dict[str, float] = {}
+    async with AsyncExitStack() as stack:
+        with Timer(startup, "prompts"):
+            prompts = read_prompts(config.data)
+        order = PromptOrder(len(prompts), episodes=config.train.num_episodes, seed=config.train.seed)
+        pool = GroupPool(
+            order,
+            groups_per_batch=config.groups_per_batch,
+            max_staleness=config.train.max_staleness,
+            max_retries=config.rollout.max_retries,
+        )
+        trainers = TrainerGroup(config, total_optimizer_steps=optimizer_steps(config, len(prompts)))
+        fleet = Fleet(config)
+        sweep(config.run.name)
+        stack.callback(sweep, config.run.name)
+        stack.push_async_callback(fleet.stop)
+        stack.push_async_callback(trainers.shutdown)
+        with Timer(startup, "engines, ranks and workers"):
+            await asyncio.gather(
+                timed(startup, "  engines", fleet.start()),
+                timed(startup, "  trainer ranks", trainers.start()),
+                timed(startup, "  agent workers", start_workers(config, form)),
+            )
+        handle = serve.get_deployment_handle("AgentWorker", app_name(config.run.name, "agents"))
+        dispatcher = Dispatcher(config, pool, prompts, handle)
+        stack.push_async_callback(dispatcher.close)
+        log = MetricsLog(Path(config.run.dir), config.run.name, step_limit(config, len(prompts)))
+        loop = Loop(config, pool, dispatcher, fleet, trainers, log)
+        if config.ckpt.load_enable:
+            await loop.resume()
+        try:
+            await loop.run()
+            if not config.ckpt.disable_final_save:
+                with Timer(startup, "export"):
+                    await trainers.export(config.ckpt.output_dir)
+        finally:
+            log.close()
+            print(stage_report(log.file, startup), flush=True)
+
+
+async def timed(into: dict[str, float], name: str, work) -> None:
+    with Timer(into, name):
+        await work
+
+
+async def start_workers(config: Config, form: AgentForm) -> None:
+    """The agent workers, and the capture endpoint where the agent needs it."""
+    run = config.run.name
+    applications = {app_name(run, "agents"): agents.app(config)}
+    if form == "chat":
+        applications[app_name(run, "capture")] = capture.app(config)
+    deploy(applications, routes={app_name(run, "capture"): f"/{run}"})
+    await asyncio.gather(*(wait_running(name, config.vllm.start_timeout_s) for name in applications))
+
+
+def step_limit(config: Config, prompts: int) -> int:
+    """Rollout batches of the whole run, when no prompt fails or is filtered."""
+    batches = -(-prompts * config.train.num_episodes // config.groups_per_batch)
+    return batches if config.train.max_steps is None else min(batches, config.train.max_steps)
+
+
+def optimizer_steps(config: Config, prompts: int) -> int:
+    """Over which the learning rate is scheduled."""
+    per_batch = config.rollout.batch_size // (config.train.batch_size or config.rollout.batch_size)
+    return step_limit(config, prompts) * per_batch * config.train.max_epochs

@@ -39,20 +39,21 @@ def attach(local: bool) -> None:
 def run(config: Config, plan_only: bool) -> int:
     """Checks the graph against the cluster, then trains. Returns the exit status."""
     import ray
+
     from graphs.rl import declare, train
     from molt_ray.agents.load import load_runner
     from molt_ray.agents.runners import ChatAgentRunner
 
     cluster = ray.cluster_resources()
-    chat = issubclass(load_runner(config.train.agent_path), ChatAgentRunner)
-    graph = declare(config, gpus=cluster.get("GPU", 0) > 0, chat=chat)
+    form = "chat" if isinstance(load_runner(config.train.agent_path), ChatAgentRunner) else "env"
+    graph = declare(config, form, gpus=cluster.get("GPU", 0) > 0)
     problems = graph.problems(cluster)
     if plan_only:
         print(graph.render(cluster))
         return bool(problems)
     if problems:
         raise ConfigError("\n".join(problems))
-    asyncio.run(train(config, chat=chat))
+    asyncio.run(train(config, form))
     return 0
 
 

@@ -66,7 +66,8 @@ class MetricsLog:
         self._started = time.monotonic()
         self._steps_here = 0
         self._recent: deque[float] = deque(maxlen=10)
-        self._file = (folder / "metrics.jsonl").open("a")
+        self.file = folder / "metrics.jsonl"
+        self._file = self.file.open("a")
         self._board = Writer(str(folder / "tensorboard"))
         self._gauges = {name: Gauge(f"molt_{name.replace('/', '_')}", tag_keys=("run",)) for name in RAY_GAUGES}
         for gauge in self._gauges.values():
@@ -107,7 +108,7 @@ class MetricsLog:
         """Closes the files and draws the curve; returns its path."""
         self._file.close()
         self._board.close()
-        return draw_curve(self.folder / "metrics.jsonl", self.folder / "reward.png")
+        return draw_curve(self.file, self.folder / "reward.png")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -140,3 +141,20 @@ def draw_curve(source: Path, target: Path) -> Path:
     figure.savefig(target)
     pyplot.close(figure)
     return target
+
+
+def stage_report(source: Path, startup: dict[str, float]) -> str:
+    """Where the time went: start-up by part, then the mean and the sum of each stage over the steps."""
+    records = read_metrics(source)
+    lines = ["where the time went"]
+    lines += [f"  {name:<28}{seconds:>9.1f} s" for name, seconds in startup.items()]
+    if records:
+        total = sum(r["timing/step_total"] for r in records)
+        lines.append(f"  {len(records)} steps{'':<21}{total:>9.1f} s")
+        for name in sorted({k for r in records for k in r if k.startswith("timing/")} - {"timing/step_total"}):
+            seconds = [r.get(name, 0.0) for r in records]
+            share = sum(seconds) / total
+            lines.append(
+                f"    {name[7:]:<26}{sum(seconds):>9.1f} s{sum(seconds) / len(records):>9.3f} s/step{share:>7.0%}"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,54 @@
+"""Serve applications of one run: deployed together, waited for with a deadline, deleted whatever happened.
+
+Guarantees: an application that cannot start raises with the replica's own error; nothing of a run's name outlives it, and what an
+earlier run of the same name left behind is swept before anything starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from ray import serve
+from ray.serve import RunTarget
+from ray.serve.schema import ApplicationStatus
+
+PARTS = ("engine", "capture", "agents")
+
+
+class DeployError(RuntimeError):
+    """An application that did not come up; the message is its replica's."""
+
+
+def app_name(run_name: str, part: str) -> str:
+    return f"{run_name}-{part}"
+
+
+def deploy(applications: dict[str, serve.Application], routes: dict[str, str]) -> None:
+    """Starts deploying each named application, all at once; does not wait. `routes`: HTTP prefix by name, none if absent."""
+    targets = [RunTarget(app, name=name, route_prefix=routes.get(name)) for name, app in applications.items()]
+    serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+async def wait_running(name: str, timeout_s: float) -> None:
+    """Returns once `name` runs. Raises DeployError when it failed or the deadline passed."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        status = (await asyncio.to_thread(serve.status)).applications.get(name)
+        state = status.status if status else ApplicationStatus.NOT_STARTED
+        if state == ApplicationStatus.RUNNING:
+            return
+        message = " ".join(d.message for d in status.deployments.values()) if status else ""
+        if state in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            raise DeployError(f"Serve application {name}: {status.message} {message}")
+        if time.monotonic() > deadline:
+            raise DeployError(f"Serve application {name} is {state.value} after {timeout_s:g} s: {message}")
+        await asyncio.sleep(0.2)
+
+
+def sweep(run_name: str) -> None:
+    """Deletes every Serve application of `run_name`."""
+    present = serve.status().applications
+    for part in PARTS:
+        if app_name(run_name, part) in present:
+            serve.delete(app_name(run_name, part))

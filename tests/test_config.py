@@ -1,0 +1,112 @@
+"""Options: recipe, then flags; whatever cannot be honoured is refused by name, with the remedy."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from molt_ray.config import Config, ConfigError, build, parse
+
+ROOT = Path(__file__).parent.parent
+NEEDED = ["--actor.model_name_or_path", "m", "--train.agent_path", "a.py", "--data.prompt_dataset", "p.jsonl"]
+
+
+def test_flags_go_on_top_of_the_recipe(tmp_path: Path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "actor: {model_name_or_path: m, adam: {lr: 2.0e-4}}\ntrain: {agent_path: a.py, seed: 7}\ndata: {prompt_dataset: p}\n"
+    )
+    config = parse(["--train.seed", "9", "--vllm.extra", '{"max_num_partial_prefills": 1}'], recipe)
+    assert (config.actor.adam.lr, config.train.seed) == (2e-4, 9)
+    assert config.vllm.extra == {"max_num_partial_prefills": 1}
+
+
+@pytest.mark.parametrize(
+    ("tree", "named"),
+    [
+        ({"train": {"no_such": 1}}, "--train.no_such: no such option"),
+        ({"nonsense": {}}, "--nonsense: no such option"),
+        ({"rollout": {"batch_size": "many"}}, "--rollout.batch_size 'many'"),
+        ({"rollout": {"temperature": 0}}, "--rollout.temperature 0"),
+    ],
+)
+def test_unknown_names_and_wrong_types_in_a_recipe(tree: dict, named: str):
+    with pytest.raises(ConfigError, match=named):
+        build(tree)
+
+
+@pytest.mark.parametrize(
+    ("flags", "option", "remedy"),
+    [
+        ([], "--actor.model_name_or_path", "required"),
+        (
+            [*NEEDED, "--rollout.batch_size", "10", "--rollout.n_samples_per_prompt", "4"],
+            "--rollout.batch_size 10",
+            "multiple",
+        ),
+        ([*NEEDED, "--train.batch_size", "100"], "--train.batch_size 100", "must divide"),
+        ([*NEEDED, "--fsdp.tp_size", "3", "--actor.num_gpus_per_node", "4"], "--fsdp.tp_size 3", "must divide"),
+        (
+            [*NEEDED, "--algo.advantage.estimator", "grpo", "--rollout.n_samples_per_prompt", "1"],
+            "--algo.advantage.estimator",
+            "above 1",
+        ),
+        (
+            [*NEEDED, "--algo.advantage.is_correction_level", "off"],
+            "--algo.advantage.is_correction_level",
+            "max_staleness 0",
+        ),
+        ([*NEEDED, "--rollout.top_p", "0.9"], "--rollout.top_p", "use 1"),
+        ([*NEEDED, "--rollout.num_runners", "3", "--rollout.max_runners", "2"], "--rollout.max_runners 2", "at least"),
+        ([*NEEDED, "--algo.advantage.is_correction_threshold", "2", "5"], "is_correction_threshold", "low <= 1"),
+    ],
+)
+def test_contradictions_are_refused_with_the_remedy(flags: list[str], option: str, remedy: str):
+    with pytest.raises(ConfigError) as e:
+        parse(flags)
+    assert option in str(e.value) and remedy in str(e.value)
+
+
+def test_correction_is_on_by_default_exactly_when_tokens_may_be_stale():
+    assert parse(NEEDED).correction_level == "token"
+    assert parse([*NEEDED, "--train.max_staleness", "0"]).correction_level == "off"
+
+
+def test_outputs_are_absolute_and_taken_from_the_root(tmp_path: Path):
+    config = parse([*NEEDED, "--run.name", "r"], root=tmp_path)
+    assert config.run.dir == str(tmp_path / "runs/r")
+    assert config.ckpt.path == str(tmp_path / "runs/r/checkpoints")
+    assert config.actor.model_name_or_path == "m"  # no such folder: a name on the hub
+
+
+def test_every_option_has_its_line_of_doc():
+    for section in (Config(), *(getattr(Config(), name) for name in Config.model_fields)):
+        source = Path(sys.modules[type(section).__module__].__file__).read_text()
+        for name, field in type(section).model_fields.items():
+            if not hasattr(field.default, "model_fields"):
+                assert f"    {name}: " in source and source.split(f"    {name}: ", 1)[1].split("\n")[
+                    1
+                ].strip().startswith('"""'), name
+
+
+def test_help_imports_nothing_heavy():
+    """--help answers at once because neither ray, torch, vllm nor transformers is imported for it."""
+    code = (
+        "import sys; sys.argv = ['train.py', '--help']\n"
+        "sys.path.insert(0, 'jobs')\n"
+        "import train\n"
+        "try: train.main(['--help'])\n"
+        "except SystemExit as e: assert not e.code\n"
+        "heavy = {'ray', 'torch', 'vllm', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--algo.advantage.estimator" in done.stdout and "--recipe" in done.stdout
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "jobs/recipes").glob("*.yaml")), ids=lambda p: p.stem)
+def test_shipped_recipes_are_valid(recipe: Path):
+    config = parse([], recipe, root=ROOT)
+    assert (ROOT / config.train.agent_path).suffix == ".py"

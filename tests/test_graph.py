@@ -1,0 +1,30 @@
+"""The graph: what a cluster cannot hold is said before anything starts, with the remedy."""
+
+import pytest
+
+from graphs.graph import Edge, Graph, Node
+
+
+def graph(ranks: int, gpus: float = 0) -> Graph:
+    nodes = [
+        Node("PolicyEngine", "vLLM", 1, 0.3, gpus, "vllm.num_engines"),
+        Node("TrainerRank", "FSDP2", ranks, 0.2, gpus, "actor.num_gpus_per_node"),
+    ]
+    return Graph(nodes, [Edge("TrainerRank", "PolicyEngine", "weights")])
+
+
+def test_a_fitting_graph_says_so():
+    assert graph(2).problems({"CPU": 2}) == []
+    assert "fits" in graph(2).render({"CPU": 2}) and "──▶" in graph(2).render({"CPU": 2})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "cluster"), [(8, 0, {"CPU": 2}), (2, 1, {"CPU": 64, "GPU": 2}), (2, 1, {"CPU": 64})]
+)
+def test_what_does_not_fit_is_named_with_the_option(ranks: int, gpus: float, cluster: dict):
+    (problem,) = graph(ranks, gpus).problems(cluster)
+    assert "TrainerRank" in problem and "--actor.num_gpus_per_node" in problem
+
+
+def test_room_for_ray_data_is_kept():
+    assert graph(2).problems({"CPU": 1.5}) != []

@@ -1,0 +1,50 @@
+"""Metrics: per rollout, tolerant of differing info keys; a redone step counts once; the curve is a picture."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from molt_ray.experience import Row
+from molt_ray.metrics import draw_curve, read_metrics, rollout_metrics, stage_report
+
+
+def row(rollout: str, segment: int, reward: float, **more) -> Row:
+    return Row(rollout, rollout[0], 0, segment, 1, reward, reward, [reward], 4, 2, 0, 0, **more)
+
+
+def test_a_rollout_counts_once_whatever_its_segments():
+    rows = [row("a0", 0, 1.0), row("a0", 1, 1.0, opened_by="rewrite"), row("a0", 2, 1.0), row("b1", 0, 0.0)]
+    values = rollout_metrics(rows)
+    assert values["rollout/reward_mean"] == 0.5
+    assert values["rollout/num_rollouts"] == 2 and values["rollout/num_segments"] == 4
+    assert values["rollout/prefix_break/rewrite"] == 1
+
+
+def test_info_keys_may_differ_between_rollouts():
+    values = rollout_metrics([row("a0", 0, 1.0, info={"x": 2.0}), row("b0", 0, 0.0, info={"y": 3.0})])
+    assert values["rollout/x"] == 2.0 and values["rollout/y"] == 3.0
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    file = tmp_path / "metrics.jsonl"
+    records = [
+        {"step": s, "rollout/reward_mean": r, "timing/step_total": 2.0, "timing/policy_train": 1.0}
+        for s, r in [(1, 0.1), (2, 0.2), (2, 0.3)]
+    ]
+    file.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return file
+
+
+def test_a_step_done_again_counts_as_it_was_done_last(written: Path):
+    assert [r["rollout/reward_mean"] for r in read_metrics(written)] == [0.1, 0.3]
+
+
+def test_the_report_sums_each_stage(written: Path):
+    report = stage_report(written, {"engines": 12.0})
+    assert "engines" in report and "policy_train" in report and "50%" in report
+
+
+def test_the_curve_is_a_png(written: Path, tmp_path: Path):
+    assert draw_curve(written, tmp_path / "reward.png").read_bytes()[:4] == b"\x89PNG"
