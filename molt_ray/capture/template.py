@@ -1,0 +1,118 @@
+"""What the token tree needs of a chat template, and that of a Hugging Face tokenizer.
+
+`HfTemplate` renders and encodes as vLLM's chat endpoint does (vllm/renderers/hf.py, chat_utils.py of 0.32), so that an Env,
+which never goes through HTTP, gives the engine the same ids as an agent that sends the same messages to the endpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+from .message import Message, is_text
+
+PROBE = "molt-probe-7f3a"
+
+
+class Template(Protocol):
+    """A chat template with its tokenizer."""
+
+    stop_ids: Collection[int]  # ids of which each ends an assistant turn
+
+    def render(
+        self, messages: Sequence[Message], tools: list[Any] | None, add_generation_prompt: bool, **kwargs: Any
+    ) -> str:
+        """The text of the whole conversation."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, no special tokens added."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, special tokens written out."""
+        ...
+
+
+class HfTemplate:
+    """The chat template of a Hugging Face tokenizer. Messages and tools are OpenAI's, text only.
+
+    `stop_ids` are the ids at which the engine stops; none given: the tokenizer's own end-of-sequence id.
+    """
+
+    def __init__(self, tokenizer: Any, *, chat_template: str | None = None, stop_ids: Collection[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.stop_ids = frozenset(stop_ids or [tokenizer.eos_token_id])
+
+    def render(
+        self, messages: Sequence[Message], tools: list[Any] | None, add_generation_prompt: bool, **kwargs: Any
+    ) -> str:
+        return self.tokenizer.apply_chat_template(
+            [self.shown(m) for m in messages],
+            tools=[schema(t) for t in tools] if tools is not None else None,
+            add_generation_prompt=add_generation_prompt,
+            chat_template=self.chat_template,
+            tokenize=False,
+            **kwargs,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template reads content as a list of parts. One that does not would print the list, or fail."""
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": [{"type": "text", "text": PROBE}]}],
+                chat_template=self.chat_template,
+                tokenize=False,
+            )
+        except Exception:  # a template may fail on a list in any way it likes: then it takes none
+            return False
+        return PROBE in text and "'type'" not in text and '"type"' not in text
+
+    def shown(self, message: Message) -> Message:
+        """The message as the endpoint hands it to a template: content as parts or as one text, arguments as mappings, reasoning under
+        both names. Raises ValueError on content that is no text."""
+        out = {key: value for key, value in message.items() if value is not None}
+        content = out.get("content", [])
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        if not all(is_text(part) for part in parts):
+            raise ValueError(f"content {content!r}: only text parts can be rendered without a media processor")
+        if self.takes_parts and message["role"] != "tool":
+            out["content"] = parts
+        else:
+            out["content"] = "\n".join(part["text"] for part in parts)
+        if reasoning := out.get("reasoning") or out.get("reasoning_content"):
+            out["reasoning"] = out["reasoning_content"] = reasoning
+        if calls := out.pop("tool_calls", None):
+            out["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": mapping(call["function"].get("arguments"))}}
+                for call in calls
+            ]
+        return out
+
+
+def mapping(arguments: Any) -> dict[str, Any]:
+    """Tool-call arguments as templates expect them; what is no JSON object becomes an empty one, as in vLLM."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError:
+            return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """An OpenAI tool schema with the fields, and in the order, in which the endpoint shows it to a template."""
+    function = tool["function"]
+    optional = {key: function[key] for key in ("strict", "defer_loading") if function.get(key) is not None}
+    shown = {"name": function["name"], "description": function.get("description")}
+    return {"type": "function", "function": {**shown, "parameters": function.get("parameters"), **optional}}

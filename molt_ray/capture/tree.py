@@ -1,0 +1,295 @@
+"""The token tree of one session: every model call that was made in it, and which of them goes on from which.
+
+Guarantees: each trained id was sampled in the context that it is trained in; sampled ids are never made from text again; each
+is trained once, however many branches share it; nothing is lost without a counted reason. No Ray, HTTP, vLLM or torch here.
+
+What becomes of a request, by how its messages stand to a finished turn (its history, then the reply that was delivered):
+
+    messages                                     becomes                              opened_by
+    history + reply + any new messages           goes on from the turn                (none)
+    the same, of several turns                   goes on from the longest history     (none)
+    the history again                            a branch beside the turn             branch
+    history + a reply that says something else   new segment                          edited
+    a message in between left out                new segment                          dropped
+    another change: summary, re-ordering, …      new segment                          rewrite
+    nothing in common with any turn              new segment                          start
+    same messages, other tools                   new segment                          tools
+    same messages, other template arguments      new segment                          template_kwargs
+    template no longer shows the turn's thought  new segment (keep_thinking: goes on) thinking
+    client left the thought out, template shows  new segment                          reasoning
+    template rewrites what it showed before      new segment                          template
+    token ids (no messages)                      goes on where ids begin with a turn  ids
+
+A new segment still shares what it can: it goes on from the latest earlier turn that the change left alone, if there is one.
+All reasons but start and branch are counted as prefix breaks, each with a sample of the text around the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..experience import Segment
+from .continuation import Conversation, PrefixBreak, Rendering, appended_ids, beside
+from .message import Message, canonical, digests, dumps
+from .sampling import why_unusable
+from .segments import segments_of
+from .template import Template
+
+NO_BREAK = ("", "start", "branch")
+
+
+@dataclass(slots=True)
+class Placement:
+    """Where a request stands in the tree, and the exact ids to send for it."""
+
+    prompt_ids: list[int]
+    parent: SampledTurn | None = field(default=None, repr=False)
+    opened_by: str = "start"  # why a segment opens here; empty when the request only goes on from `parent`
+    near: str = ""  # the text around the break
+    messages: list[Message] | None = None  # None: a prompt of bare ids
+    digests: list[bytes] = field(default_factory=list)  # of each prefix of the messages
+    setting: tuple[str, str] = ("", "")  # tools and template arguments, comparable
+    prompt: Rendering | None = None
+
+
+@dataclass(slots=True, eq=False)
+class SampledTurn:
+    """One model call: its prompt, what was sampled, and how it ended."""
+
+    index: int  # order of begin
+    placement: Placement
+    temperature: float
+    sampling: dict[str, Any]
+    unusable: str  # the setting that makes its log-probs unusable
+    request_key: str = ""  # equal for a client's marked retries of one request
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    reply: Message | None = None
+    finish_reason: str = ""
+    state: Literal["running", "finished", "aborted"] = "running"
+    delivered: bool = False
+    ended_at: int = -1  # how many turns had begun when this one ended
+    children: list[SampledTurn] = field(default_factory=list, repr=False)
+
+    @property
+    def parent(self) -> SampledTurn | None:
+        return self.placement.parent
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.placement.prompt_ids
+
+    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Records sampled ids, before they are passed on. Raises ValueError on ids without log-probs."""
+        if len(token_ids) != len(logprobs):
+            raise ValueError(f"{len(token_ids)} sampled ids came with {len(logprobs)} log-probs")
+        if self.state != "running":
+            raise ValueError(f"turn {self.index} is {self.state}: it takes no more tokens")
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+
+
+@dataclass(slots=True)
+class Break:
+    """How often a reason opened a new segment, and the text around the first time."""
+
+    count: int
+    sample: str
+
+
+class TokenTree:
+    """See the table at the head of the module.
+
+    `keep_thinking`: sampled thinking stays in the context where the template would strip it from history.
+    `train_abandoned`: a branch that the rest of the rollout does not build on trains like any other.
+    """
+
+    def __init__(self, keep_thinking: bool = False, train_abandoned: bool = True) -> None:
+        self.keep_thinking = keep_thinking
+        self.train_abandoned = train_abandoned
+        self.turns: list[SampledTurn] = []
+        self.breaks: dict[str, Break] = {}
+        self.by_outcome: dict[bytes, list[SampledTurn]] = {}  # digest of history + reply -> finished turns
+        self.by_prefix: dict[bytes, SampledTurn] = {}  # digest of any prefix of them -> the latest turn that has it
+
+    def place(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        template: Template,
+        rendered_ids: Sequence[int] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Placement:
+        """Decides what a request's prompt is. Changes nothing but the counts of breaks.
+
+        `rendered_ids` are the ids of the freshly rendered prompt, where the caller has them; used when a segment opens.
+        """
+        now = Conversation(list(messages), tools, template, dict(template_kwargs or {}))
+        text = now.render()
+        placement = Placement(
+            [],
+            messages=now.messages,
+            digests=digests(now.messages),
+            setting=(dumps(tools or []), dumps(now.kwargs)),
+            prompt=Rendering.of(text),
+        )
+        broken: PrefixBreak | None = None
+        for turn in self.candidates(placement):
+            try:
+                ids = self.ids_after(turn, placement, now, text)
+            except PrefixBreak as e:
+                broken = broken or e  # the longest history's reason is the one to tell
+                continue
+            placement.parent, placement.prompt_ids = turn, turn.prompt_ids + turn.token_ids + ids
+            break
+        else:
+            placement.prompt_ids = list(rendered_ids) if rendered_ids is not None else template.encode(text)
+        placement.opened_by, placement.near = (broken.reason, broken.near) if broken else self.why_new(placement)
+        self.count_break(placement)
+        return placement
+
+    def candidates(self, placement: Placement) -> list[SampledTurn]:
+        """Finished turns whose history and reply the messages repeat: the longest first, then what was delivered, then the latest."""
+        found = []
+        for digest in placement.digests[:0:-1]:
+            found += sorted(self.by_outcome.get(digest, []), key=lambda t: (t.delivered, t.index), reverse=True)
+        return found
+
+    def ids_after(self, turn: SampledTurn, placement: Placement, now: Conversation, text: str) -> list[int]:
+        """The ids between the turn's sampled ones and the next. Raises PrefixBreak."""
+        before = turn.placement
+        for reason, old, new in zip(("tools", "template_kwargs"), before.setting, placement.setting, strict=True):
+            if old != new:
+                raise PrefixBreak(reason, beside(old, new))
+        return appended_ids(
+            now,
+            text,
+            history=len(before.messages),
+            prompt=before.prompt,
+            reply=turn.reply,
+            sampled=turn.token_ids,
+            keep_thinking=self.keep_thinking,
+        )
+
+    def why_new(self, placement: Placement) -> tuple[str, str]:
+        """(reason, text around it) for messages that no finished turn's history and reply contradict: how they part from the turn
+        with which they agree longest. The reason is empty when that is at the end of the parent's reply."""
+        parent = placement.parent
+        least = len(parent.placement.messages) + 1 if parent else 0
+        common = next(
+            (n for n in range(len(placement.digests) - 1, least, -1) if placement.digests[n] in self.by_prefix), least
+        )
+        if common == least:
+            return ("" if parent else "start"), ""
+        turn = self.by_prefix[placement.digests[common]]
+        for reason, old, new in zip(
+            ("tools", "template_kwargs"), turn.placement.setting, placement.setting, strict=True
+        ):
+            if old != new:
+                return reason, beside(old, new)
+        past, messages = outcome(turn), placement.messages
+        if common == len(messages) or common == len(past):
+            return "branch", ""
+        if parent and all(m["role"] != "assistant" for m in past[least : common + 1]):
+            return "branch", ""  # other observations after the same reply: nothing sampled was changed
+        was, now = past[common], messages[common]
+        near = beside(canonical(was), canonical(now))
+        if was["role"] == now["role"] == "assistant":
+            return "edited", near
+        later = {canonical(m) for m in past[common + 1 :]}
+        return ("dropped" if was["role"] == "assistant" or canonical(now) in later else "rewrite"), near
+
+    def place_ids(self, prompt_ids: Sequence[int]) -> Placement:
+        """A prompt of bare ids: goes on from the turn with whose prompt and sampled ids it begins, the longest such one."""
+        ids = list(prompt_ids)
+        placement = Placement(ids)
+        length = -1
+        for turn in self.turns:
+            own = turn.prompt_ids + turn.token_ids
+            if turn.state == "finished" and len(own) > length and ids[: len(own)] == own:
+                placement.parent, placement.opened_by, length = turn, "", len(own)
+        if placement.parent is None and self.turns:
+            again = any(t.prompt_ids == ids for t in self.turns)
+            placement.opened_by = "branch" if again else "ids"
+            self.count_break(placement)
+        return placement
+
+    def append_raw(self, turn: SampledTurn | None, ids: Sequence[int]) -> Placement:
+        """A prompt that is the turn's context, its sampled ids and then `ids` as they are (an observation outside the template)."""
+        if turn is None:
+            return Placement(list(ids))
+        return Placement(turn.prompt_ids + turn.token_ids + list(ids), parent=turn, opened_by="")
+
+    def count_break(self, placement: Placement) -> None:
+        if placement.opened_by in NO_BREAK:
+            return
+        entry = self.breaks.setdefault(placement.opened_by, Break(0, placement.near))
+        entry.count += 1
+
+    def begin(
+        self,
+        placement: Placement,
+        *,
+        temperature: float,
+        sampling: Mapping[str, Any] | None = None,
+        request_key: str = "",
+    ) -> SampledTurn:
+        """Records a model call before it is made. Several with one placement (n > 1) are branches."""
+        turn = SampledTurn(
+            index=len(self.turns),
+            placement=placement,
+            temperature=temperature,
+            sampling=dict(sampling or {}),
+            unusable=why_unusable(temperature, sampling or {}),
+            request_key=request_key,
+        )
+        self.turns.append(turn)
+        self.by_prefix.update(dict.fromkeys(placement.digests, turn))
+        if turn.parent is not None:
+            turn.parent.children.append(turn)
+            turn.parent.delivered = True  # a client that goes on from a reply has received it
+        return turn
+
+    def finish(self, turn: SampledTurn, *, reply: Message | None, finish_reason: str, versions: Sequence[int]) -> None:
+        """Ends a turn. `reply` is the assistant message as delivered (None: text, or an Env that reads ids), `versions` the policy
+        version of each sampled id. Raises ValueError when they do not cover the ids."""
+        if turn.state != "running":
+            raise ValueError(f"turn {turn.index} is already {turn.state}")
+        if len(versions) != len(turn.token_ids):
+            raise ValueError(f"{len(turn.token_ids)} sampled ids came with {len(versions)} versions")
+        turn.versions = list(versions)
+        turn.reply, turn.finish_reason, turn.state = reply, finish_reason, "finished"
+        turn.ended_at = len(self.turns)
+        if reply is not None and turn.placement.messages is not None:
+            digest = digests([reply], turn.placement.digests[-1])[-1]
+            self.by_outcome.setdefault(digest, []).append(turn)
+            self.by_prefix[digest] = turn
+
+    def abort(self, turn: SampledTurn) -> None:
+        """Ends a running turn without a reply: it is kept, never continued and not trained. A turn that has ended stays as it is."""
+        if turn.state == "running":
+            turn.state, turn.finish_reason, turn.ended_at = "aborted", "abort", len(self.turns)
+
+    def delivered(self, turn: SampledTurn) -> None:
+        """The last byte of the turn's reply was handed to the client."""
+        turn.delivered = True
+
+    def retried(self, request_key: str) -> list[SampledTurn]:
+        """The turns of the latest request with this key that were not aborted: what a client's marked retry asks for again."""
+        turns = [t for t in self.turns if t.request_key == request_key and t.state != "aborted"]
+        return [t for t in turns if t.placement is turns[-1].placement]
+
+    def segments(self) -> list[Segment]:
+        """The rollout as segments, in the order in which their last turns began. Turns still running count as aborted."""
+        for turn in self.turns:
+            self.abort(turn)
+        return segments_of(self.turns, train_abandoned=self.train_abandoned)
+
+
+def outcome(turn: SampledTurn) -> list[Message]:
+    """A turn's history and, if it has one, its reply."""
+    messages = turn.placement.messages or []
+    return messages if turn.reply is None else [*messages, turn.reply]
