@@ -1,0 +1,251 @@
+"""The policy: a transformers model under FSDP2 and tensor parallelism whose forward pass scores action tokens.
+
+Guarantees: log-prob and entropy of each action token are those of the model's own logits divided by that token's temperature, in
+float32, both with gradient; full logits never exist (a chunk of them does, at most 64 MB). A model whose logits are more than
+head · hidden (soft-caps, scales, biases) fails a comparison at load and is refused. Dropout is off: it would make the trainer's
+policy another than the engine's.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
+from transformers.utils import is_flash_attn_2_available
+
+from molt_ray.config import Config, ConfigError
+from molt_ray.trainer.collate import MicroBatch
+from molt_ray.trainer.mesh import Mesh, local, reshard
+
+CHUNK_BYTES = 64 * 2**20
+# Mean difference of log-probs allowed between our head and the model's own: rounding of the compute dtype, no more.
+HEAD_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
+
+Readout = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class ChunkedScore(torch.autograd.Function):
+    """(log-prob, entropy), float32 [N], of targets under softmax(hidden · headᵀ / temperature).
+
+    hidden [N, D]; head [V or a tensor-parallel shard of it, D]; target int64 [N]; temperature float32 [N]. Keeps per-token
+    statistics and computes a chunk's logits again in the backward pass. With z the scaled logits, p their softmax:
+    d logp/dz = onehot - p and dH/dz = -p (log p + H).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, head, target, temperature, first, group):
+        """`first` is the first vocabulary id of this rank's shard, `group` the ranks that hold the others (None: whole head)."""
+        ctx.chunk = max(1, CHUNK_BYTES // (4 * len(head)))
+        stats = torch.empty(len(hidden), 4, device=hidden.device)  # of this shard: max, sum e, sum e·z, target's z
+        for part in chunks(len(hidden), ctx.chunk):
+            z = scaled_logits(hidden[part], head, temperature[part])
+            peak = z.amax(-1)
+            e = (z - peak[:, None]).exp()
+            hit, column = owned(target[part], first, len(head))
+            chosen = torch.where(hit, z.gather(-1, column[:, None])[:, 0], 0.0)
+            stats[part] = torch.stack([peak, e.sum(-1), (e * z).sum(-1), chosen], -1)
+        lse, entropy, chosen = combine(stats, group)
+        ctx.save_for_backward(hidden, head, target, temperature, lse, entropy)
+        ctx.first, ctx.group = first, group
+        return chosen - lse, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logp, grad_entropy):
+        hidden, head, target, temperature, lse, entropy = ctx.saved_tensors
+        live = (grad_logp != 0) | (grad_entropy != 0)  # others stay out, also where their logits are not finite
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        grad_head = torch.zeros_like(head, dtype=torch.float32)
+        for part in chunks(len(hidden), ctx.chunk):
+            on = live[part, None]
+            h = torch.where(on, hidden[part], 0.0)
+            z = scaled_logits(h, head, temperature[part])
+            logp = z - torch.where(on, lse[part, None], 0.0)
+            p = logp.exp()
+            h_part = torch.where(on, entropy[part, None], 0.0)
+            dz = -p * (grad_logp[part, None] + grad_entropy[part, None] * (logp + h_part))
+            hit, column = owned(target[part], ctx.first, len(head))
+            dz.scatter_add_(1, column[:, None], torch.where(hit, grad_logp[part], 0.0)[:, None])
+            dz = torch.where(on, dz / temperature[part, None], 0.0).to(head.dtype)
+            grad_hidden[part] = (dz @ head).float()
+            grad_head += (dz.t() @ h).float()
+        if ctx.group is not None:
+            dist.all_reduce(grad_hidden, group=ctx.group)
+        return grad_hidden.to(hidden.dtype), grad_head.to(head.dtype), None, None, None, None
+
+
+def chunks(n: int, size: int) -> list[slice]:
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+
+
+def scaled_logits(hidden: torch.Tensor, head: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    # Divided in float32: in bfloat16 the division alone moves log-probs by up to 0.13 nat.
+    return (hidden @ head.t()).float() / temperature[:, None]
+
+
+def owned(target: torch.Tensor, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether this shard holds each target, and its column here (0 where it does not)."""
+    hit = (target >= first) & (target < first + size)
+    return hit, torch.where(hit, target - first, 0)
+
+
+def combine(stats: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-sum-exp, entropy, scaled logit of the target), each [N], of the whole vocabulary from the shards' statistics."""
+    shards = [stats]
+    if group is not None:
+        shards = [torch.empty_like(stats) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shards, stats, group=group)
+    peak, total, weighted, chosen = torch.stack(shards).unbind(-1)
+    top = peak.amax(0)
+    scale = (peak - top).exp()
+    total = (total * scale).sum(0)
+    lse = top + total.log()
+    return lse, lse - (weighted * scale).sum(0) / total, chosen.sum(0)
+
+
+def scored_forward(
+    self: PreTrainedModel,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    readout: Readout,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Takes the place of the model's forward, inside the root's FSDP hooks, where the head's weight is whole."""
+    hidden = self.base_model(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+    ).last_hidden_state
+    return self.get_output_embeddings()(hidden.flatten(0, 1), readout)
+
+
+def head_forward(self: torch.nn.Module, hidden: torch.Tensor, readout: Readout) -> tuple[torch.Tensor, torch.Tensor]:
+    return readout(hidden, self.weight)
+
+
+def score(model: PreTrainedModel, batch: MicroBatch, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-prob, entropy) of the microbatch's action tokens, float32 [N] on the model's device, with graph unless under no_grad."""
+    device = mesh.device
+    predict, target = batch.predict.to(device), batch.target.to(device)
+    temperature = batch.temperature.to(device)
+
+    def readout(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # A closure, because FSDP casts every floating tensor among the arguments to bf16, temperatures too.
+        head = local(weight)
+        sharded = len(head) != weight.shape[0]
+        first = mesh.both.get_mesh("tp").get_local_rank() * len(head) if sharded else 0
+        group = mesh.tp_group if sharded else None
+        return ChunkedScore.apply(hidden[predict], head, target, temperature, first, group)
+
+    mask = batch.attention_mask
+    return model(
+        batch.input_ids.to(device),
+        batch.position_ids.to(device),
+        None if mask is None else mask.to(device),
+        readout,
+    )
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    names = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    auto = "bf16" if device.type == "cuda" else "fp32"
+    return names[auto if config.fsdp.param_dtype == "auto" else config.fsdp.param_dtype]
+
+
+def attention(config: Config, device: torch.device) -> str:
+    if config.fsdp.attn_implementation != "auto":
+        return config.fsdp.attn_implementation
+    return "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
+
+
+def checked_config(config: Config) -> PretrainedConfig:
+    """The model's configuration without dropout. Raises ConfigError when packing was asked for and the model cannot."""
+    model_config = AutoConfig.from_pretrained(config.actor.model_name_or_path)
+    text = model_config.get_text_config()
+    kinds = set(text.layer_types or []) if "layer_types" in text.to_dict() else set()
+    recurrent = {kind for kind in kinds if not kind.endswith("attention") or kind == "linear_attention"}
+    if config.fsdp.packing_samples and recurrent:
+        raise ConfigError(
+            f"--fsdp.packing_samples True: layers of type {sorted(recurrent)} carry state from one segment into the next; "
+            "leave it off, segments are then padded"
+        )
+    for part in {id(part): part for part in (model_config, text)}.values():
+        for name, value in part.to_dict().items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
+    return model_config
+
+
+def load_policy(config: Config, mesh: Mesh) -> PreTrainedModel:
+    """The policy with float32 masters, sharded, each rank reading only its own slices; checked and ready for `score`.
+
+    Raises ConfigError when the model's own logits differ from what `score` computes.
+    """
+    dtype = compute_dtype(config, mesh.device)
+    layout = DistributedConfig(
+        fsdp_size=mesh.dp_size, tp_size=mesh.tp_size, fsdp_mixed_precision=dtype == torch.bfloat16
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        config.actor.model_name_or_path,
+        config=checked_config(config),
+        dtype=torch.float32,
+        distributed_config=layout,
+        attn_implementation=attention(config, mesh.device),
+    )
+    if (
+        mesh.dp_size == 1
+    ):  # transformers shards from two ranks on; one rank too needs mixed precision and the same code path
+        model.to(mesh.device)
+        model.config.distributed_config = layout
+        model = apply_fully_sharded_data_parallelism(model, mesh.both)
+    own = own_logprobs(model, mesh)
+    model.forward = types.MethodType(scored_forward, model)
+    head = model.get_output_embeddings()
+    head.forward = types.MethodType(head_forward, head)
+    check_head(model, mesh, own, HEAD_TOLERANCE[dtype])
+    if config.actor.gradient_checkpoint == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def probe(model: PreTrainedModel, mesh: Mesh) -> MicroBatch:
+    """16 tokens, the same on all ranks, all but the first to be scored."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (1, 16), generator=torch.Generator().manual_seed(0))
+    n = ids.numel() - 1
+    return MicroBatch(
+        input_ids=ids,
+        position_ids=torch.arange(n + 1)[None],
+        attention_mask=torch.ones_like(ids),
+        predict=torch.arange(n),
+        target=ids[0, 1:],
+        temperature=torch.ones(n),
+        behaviour=torch.zeros(n),
+        version=torch.zeros(n, dtype=torch.int64),
+        value=torch.zeros(1, dtype=torch.float64),
+        counts=torch.tensor([n]),
+        tokens=n + 1,
+    )
+
+
+@torch.no_grad()
+def own_logprobs(model: PreTrainedModel, mesh: Mesh) -> torch.Tensor:
+    """Log-probs of the probe by the model's own forward, on the CPU."""
+    batch = probe(model, mesh)
+    logits = model.eval()(input_ids=batch.input_ids.to(mesh.device), use_cache=False).logits[0, :-1].float().cpu()
+    reshard(model)
+    return logits.log_softmax(-1).gather(-1, batch.target[:, None])[:, 0]
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel, mesh: Mesh, own: torch.Tensor, tolerance: float) -> None:
+    logp, _ = score(model, probe(model, mesh), mesh)
+    reshard(model)
+    gap = (logp.cpu() - own).abs().mean().item()
+    if not gap <= tolerance:
+        raise ConfigError(
+            f"--actor.model_name_or_path {model.name_or_path!r}: its logits are not head · hidden (log-probs differ by {gap:.3g} on "
+            f"average, {tolerance} allowed), as with logit soft-caps, scales or biases; such models are not supported"
+        )

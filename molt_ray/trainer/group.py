@@ -1,0 +1,155 @@
+"""The trainer as the driver sees it: one object, all ranks behind it. No torch in this process.
+
+Guarantees: every wait has a deadline; a rank that fails, dies or does not answer raises a TrainerError that names it, within the deadline
+of a collective; `shutdown` leaves no actor and no placement group behind. After a TrainerError the group is of no more
+use (FSDP cannot heal one rank): shut it down, start another and load the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+from ray.data import Dataset
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from molt_ray.config import Config
+from molt_ray.handoff import StepPlan
+from molt_ray.trainer.rank import TrainerRank
+
+PLACEMENT_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 1800.0  # a cold import and a large model from shared storage
+CPUS_PER_RANK = 0.2
+GRACE_S = 2.0  # after one rank's failure, for the others' to arrive: the death of a rank explains theirs
+
+
+class TrainerError(RuntimeError):
+    """A rank failed, died or was late; the message names it and the call."""
+
+
+class TrainerGroup:
+    """All ranks of the trainer. `total_optimizer_steps`: of the whole run, for the schedule; None when not known."""
+
+    def __init__(self, config: Config, *, total_optimizer_steps: int | None):
+        self.config, self.total_steps = config, total_optimizer_steps
+        self.actors: list[Any] = []
+        self.placement: PlacementGroup | None = None
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks: the number of data sets that `train` takes."""
+        return self.config.world_size // self.config.fsdp.tp_size
+
+    async def start(self) -> None:
+        """Places the actors, joins them and loads the policy on all."""
+        on_gpu = ray.cluster_resources().get("GPU", 0) > 0
+        bundle = {"CPU": CPUS_PER_RANK} | ({"GPU": 1} if on_gpu else {})
+        self.placement = placement_group([bundle] * self.config.world_size, strategy="PACK")
+        try:
+            await asyncio.wait_for(as_coroutine(self.placement.ready()), PLACEMENT_TIMEOUT_S)
+        except TimeoutError:
+            await self.shutdown()
+            raise TrainerError(
+                f"no room for {self.config.world_size} trainer ranks of {bundle} within {PLACEMENT_TIMEOUT_S:.0f} s; the cluster has "
+                f"{ray.cluster_resources()}: lower --actor.num_gpus_per_node or add nodes"
+            ) from None
+        self.actors = [self.actor(rank, index, on_gpu) for rank, index in enumerate(bundles_by_node(self.placement))]
+        address, port = (await self.gather("listen", [self.actors[0].listen.remote()], START_TIMEOUT_S))[0]
+        await self.call("start", address, port, timeout_s=START_TIMEOUT_S)
+
+    def actor(self, rank: int, bundle: int, on_gpu: bool) -> Any:
+        return (
+            ray.remote(TrainerRank)
+            .options(
+                name=self.name(rank),
+                num_cpus=CPUS_PER_RANK,
+                num_gpus=1 if on_gpu else 0,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, bundle),
+                runtime_env={} if on_gpu else {"env_vars": {"OMP_NUM_THREADS": "1"}},
+            )
+            .remote(self.config, rank, self.total_steps)
+        )
+
+    async def train(self, plan: StepPlan, datasets: list[Dataset]) -> dict[str, float]:
+        """Trains one rollout batch; `datasets` by data-parallel rank. The metrics are those of all ranks together."""
+        if len(datasets) != self.dp_size:
+            raise ValueError(f"{len(datasets)} data sets for {self.dp_size} data-parallel ranks")
+        tp = self.config.fsdp.tp_size
+        refs = [actor.train_step.remote(plan, datasets[rank // tp]) for rank, actor in enumerate(self.actors)]
+        # A rank that hangs is noticed by the others' collectives, of which each microbatch has some.
+        passes = 1 + (1 + self.config.train.max_epochs) * sum(window.micro_batches for window in plan.windows)
+        return (await self.gather("train", refs, (1 + passes) * self.config.fsdp.timeout_s))[0]
+
+    async def refit(self, version: int, sender_args: dict[str, Any]) -> dict[str, float]:
+        """Sends the weights to the engines as `version`; the sender's timings."""
+        deadline = self.config.vllm.sync_timeout_s + self.config.fsdp.timeout_s
+        return (await self.call("refit", version, sender_args, timeout_s=deadline))[0]
+
+    async def save(self, tag: str, client_state: dict[str, Any]) -> None:
+        """Takes a checkpoint; returns when the state is staged, the files are written meanwhile. Raises what the save before it raised."""
+        await self.call("save", tag, client_state, timeout_s=3 * self.config.fsdp.timeout_s)
+
+    async def finish_save(self) -> None:
+        """Waits until the last checkpoint is complete."""
+        await self.call("finish_save", timeout_s=2 * self.config.fsdp.timeout_s)
+
+    async def load(self) -> dict[str, Any] | None:
+        """Restores the newest complete checkpoint; its client state, or None when there is none."""
+        return (await self.call("load", timeout_s=START_TIMEOUT_S))[0]
+
+    async def export(self, folder: str) -> None:
+        """Writes a Hugging Face folder."""
+        await self.call("export", folder, timeout_s=START_TIMEOUT_S)
+
+    async def logprobs(self, sequences: list[list[int]], temperature: float = 1.0) -> list[list[float]]:
+        """Log-prob of each token but the first of each sequence, under the current weights."""
+        return (await self.call("logprobs", sequences, temperature, timeout_s=2 * self.config.fsdp.timeout_s))[0]
+
+    async def shutdown(self) -> None:
+        """Ends all ranks at once and gives their place back. A save under way is lost: call `finish_save` first. Idempotent."""
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []
+        if self.placement is not None:
+            remove_placement_group(self.placement)
+            self.placement = None
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """The answers of all ranks to `method`, by rank."""
+        return await self.gather(method, [getattr(actor, method).remote(*args) for actor in self.actors], timeout_s)
+
+    async def gather(self, what: str, refs: list[ray.ObjectRef], timeout_s: float) -> list[Any]:
+        """The answers by rank. Raises TrainerError on the first failure or at the deadline."""
+        tasks = [asyncio.ensure_future(as_coroutine(ref)) for ref in refs]
+        done, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        if any(task.exception() for task in done):
+            await asyncio.wait(tasks, timeout=GRACE_S)
+            raise self.failure(what, {r: e for r, t in enumerate(tasks) if t.done() and (e := t.exception())})
+        if pending:
+            late = [self.name(rank) for rank, task in enumerate(tasks) if task in pending]
+            raise TrainerError(f"{what}: no answer from {', '.join(late)} within {timeout_s:.0f} s")
+        return [task.result() for task in tasks]
+
+    def failure(self, what: str, errors: dict[int, BaseException]) -> TrainerError:
+        """The error to show of several: a death, if there is one, because it made the other ranks fail in their collectives."""
+        rank, error = min(errors.items(), key=lambda item: not isinstance(item[1], ray.exceptions.RayActorError))
+        error = TrainerError(f"{what}: {self.name(rank)} failed: {error}")
+        error.__cause__ = errors[rank]
+        return error
+
+    def name(self, rank: int) -> str:
+        """The actor's name in the dashboard."""
+        return f"{self.config.run.name}-trainer-{rank}"
+
+
+async def as_coroutine(ref: ray.ObjectRef) -> Any:
+    return await ref
+
+
+def bundles_by_node(placement: PlacementGroup) -> list[int]:
+    """Bundle indices so that ranks of one node are neighbours: Ray's own order may go back and forth between nodes."""
+    nodes = placement_group_table(placement)["bundles_to_node_id"]
+    return sorted(nodes, key=lambda index: (nodes[index], index))

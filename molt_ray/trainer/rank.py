@@ -1,0 +1,132 @@
+"""The Ray actor around one trainer rank: it fetches what belongs to the rank and leaves the rest to the learner.
+
+Guarantees: only packs that hold rows of this rank are pulled, all in one call; no view on them outlives the step. Torch is
+imported in the actor alone, so that the driver can name this class without it.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.data import Dataset
+
+from molt_ray.config import Config
+from molt_ray.experience import Experience, Row
+from molt_ray.handoff import StepPlan
+
+if TYPE_CHECKING:
+    from molt_ray.trainer.collate import Sample
+
+RELOAD_TIMEOUT_S = 600.0
+
+
+class TrainerRank:
+    """One rank. Methods are called on all ranks together and answer on each."""
+
+    def __init__(self, config: Config, rank: int, total_steps: int | None):
+        self.config, self.rank, self.total_steps = config, rank, total_steps
+        self.sender: Any = None  # rank 0: made at the first refit, keeps its transfer group
+
+    def listen(self) -> tuple[str, int]:
+        """On rank 0: opens the store where the ranks meet; (address, port)."""
+        from torch.distributed import TCPStore
+
+        address = ray.util.get_node_ip_address()
+        self.store = TCPStore(address, 0, self.config.world_size, is_master=True, wait_for_workers=False)
+        return address, self.store.port
+
+    def start(self, address: str, port: int) -> None:
+        """Joins the process group and loads the policy."""
+        from datetime import timedelta
+
+        from torch.distributed import TCPStore
+
+        from molt_ray.trainer.checkpoint import Checkpoints
+        from molt_ray.trainer.learner import Learner
+        from molt_ray.trainer.mesh import join
+        from molt_ray.trainer.weights import CheckpointWeights
+
+        fsdp, world = self.config.fsdp, self.config.world_size
+        if self.rank:
+            self.store = TCPStore(address, port, world, timeout=timedelta(seconds=fsdp.timeout_s))
+        mesh = join(self.rank, world, self.store, tp_size=fsdp.tp_size, backend=fsdp.backend, timeout_s=fsdp.timeout_s)
+        self.learner = Learner(self.config, mesh, self.total_steps)
+        self.weights = CheckpointWeights(self.learner.model, self.learner.dtype)
+        self.checkpoints = Checkpoints(Path(self.config.ckpt.path), self.config.ckpt.max_num, fsdp.timeout_s)
+        if self.rank == 0:  # the first refit would wait 4 s and more for this import
+            threading.Thread(target=weight_sender_class, daemon=True).start()
+
+    def train_step(self, plan: StepPlan, dataset: Dataset) -> dict[str, float]:
+        started = time.perf_counter()
+        samples = read_samples(dataset)
+        metrics = self.learner.train(plan, samples, reload_s=time.perf_counter() - started)
+        del samples
+        gc.collect()  # Ray Data leaves reference cycles that pin the packs until then
+        return metrics
+
+    def refit(self, version: int, sender_args: dict[str, Any]) -> dict[str, float]:
+        """Sends the weights to the engines as `version`; the sender's timings on rank 0, nothing elsewhere."""
+        from molt_ray.trainer.weights import SharedIteration, follow
+
+        if self.rank:
+            follow(self.weights)
+            return {}
+        try:
+            if self.sender is None:
+                self.shared = SharedIteration(self.weights)
+                self.sender = weight_sender_class()(self.shared, **sender_args)
+            return self.sender.send(version)
+        finally:
+            self.shared.finish()
+
+    def save(self, tag: str, client_state: dict[str, Any]) -> None:
+        self.checkpoints.save(self.learner, tag, client_state)
+
+    def finish_save(self) -> None:
+        self.checkpoints.finish()
+
+    def load(self) -> dict[str, Any] | None:
+        return self.checkpoints.load(self.learner)
+
+    def export(self, folder: str) -> None:
+        from molt_ray.trainer.export import export
+
+        export(self.weights, self.config.actor.model_name_or_path, Path(folder))
+
+    def logprobs(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+        return self.learner.logprobs(sequences, temperature)
+
+
+def weight_sender_class() -> type:
+    from molt_ray.engine.weight_sender import WeightSender
+
+    return WeightSender
+
+
+def read_samples(dataset: Dataset) -> list[Sample]:
+    """The rank's samples in the data set's order, with their heavy columns.
+
+    Columns `row` (Row), `value` (float), `window` and `micro` (int). Raises ray.exceptions.RayError when a pack is lost.
+    """
+    from molt_ray.trainer.collate import Sample
+
+    records: list[dict[str, Any]] = []
+    for frame in dataset.iter_batches(batch_size=None, batch_format="pandas", prefetch_batches=0):
+        records += frame.to_dict("records")
+    rows: list[Row] = [record["row"] for record in records]
+    refs = list({where.ref for row in rows for where in row.packs.values()})
+    packs = dict(zip(refs, ray.get(refs, timeout=RELOAD_TIMEOUT_S), strict=True))
+    return [
+        Sample(
+            Experience(row).reload({family: packs[where.ref] for family, where in row.packs.items()}),
+            float(record["value"]),
+            int(record["window"]),
+            int(record["micro"]),
+        )
+        for row, record in zip(rows, records, strict=True)
+    ]
