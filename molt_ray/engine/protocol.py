@@ -6,6 +6,22 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
+class ContextTooLong(ValueError):
+    """A prompt that leaves no room for a reply within the engine's max_model_len."""
+
+    def __init__(self, prompt_tokens: int, limit: int) -> None:
+        super().__init__(prompt_tokens, limit)  # the arguments themselves, so that it pickles
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return f"the prompt has {self.prompt_tokens} tokens and the context holds {self.limit}, reply included"
+
+
+class EngineError(RuntimeError):
+    """A model call that the engine could not finish: it died, refused the request, or missed the deadline."""
+
+
 @dataclass(slots=True)
 class Generation:
     """One finished model call: ids in, ids out."""
@@ -34,6 +50,7 @@ class GenerateRequest:
     request_id: str
     prompt_ids: list[int]
     sampling: dict[str, Any] = field(default_factory=dict)
+    text: bool = True  # False: ids only; Generation.text stays empty and the engine decodes nothing
 
 
 class Engine(Protocol):

@@ -1,0 +1,113 @@
+"""What a run's options mean to vLLM: engine arguments, and the environment of the engine's processes.
+
+Guarantees: nothing heavy is imported, so a launch can check `vllm.extra` at once; a name that this vLLM does not know is refused,
+never ignored; sampling defaults and log-probs are those that training needs, whatever the checkpoint says.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from molt_ray.config import Config, ConfigError
+
+EXTENSION = "molt_ray.engine.weight_transfer.WorkerExtension"
+# Without these a refit or a proof would be silently wrong, so `vllm.extra` cannot set them.
+FIXED = ("model", "logprobs_mode", "generation_config", "weight_transfer_config", "max_model_len")
+
+
+def sync_backend(config: Config, *, gpu: bool) -> str:
+    """Name of the weight-transfer backend: `vllm.sync_backend`, with auto decided."""
+    backend = config.vllm.sync_backend
+    return backend if backend != "auto" else ("nccl" if gpu else "gloo")
+
+
+@cache
+def known_arguments() -> frozenset[str]:
+    """Field names of vLLM's AsyncEngineArgs, read from its source: importing it takes 8 to 12 s."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise ConfigError("vLLM is not installed: install molt-ray with the extra cpu or gpu")
+    tree = ast.parse((Path(spec.origin).parent / "engine" / "arg_utils.py").read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    return frozenset(
+        item.target.id
+        for name in ("EngineArgs", "AsyncEngineArgs")
+        for item in classes[name].body
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    )
+
+
+def check_engine_arguments(config: Config, *, gpu: bool) -> None:
+    """Refuses what vLLM would not understand or could not do here. Takes some 50 ms. Raises ConfigError naming the option."""
+    for name in config.vllm.extra:
+        if name in FIXED:
+            raise ConfigError(
+                f"--vllm.extra {name}: set by the run itself, because exact training depends on it; leave it out"
+            )
+        if name not in known_arguments():
+            near = difflib.get_close_matches(name, known_arguments(), n=3)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            raise ConfigError(f"--vllm.extra {name}: vLLM's AsyncEngineArgs has no such argument{hint}")
+    if not gpu and config.vllm.sync_backend == "nccl":
+        raise ConfigError("--vllm.sync_backend nccl: needs GPUs, and there are none here; use gloo or auto")
+
+
+def engine_arguments(config: Config, *, gpu: bool) -> dict[str, Any]:
+    """Keyword arguments of AsyncEngineArgs for one engine replica. Raises ConfigError for an unknown one in `vllm.extra`."""
+    check_engine_arguments(config, gpu=gpu)
+    v = config.vllm
+    arguments: dict[str, Any] = dict(
+        model=config.actor.model_name_or_path,
+        max_model_len=config.data.max_len,
+        max_num_seqs=v.max_num_seqs,
+        max_num_batched_tokens=v.max_num_batched_tokens,
+        tensor_parallel_size=v.tensor_parallel_size,
+        enable_prefix_caching=v.enable_prefix_caching,
+        seed=config.train.seed,
+        logprobs_mode="processed_logprobs",  # of the distribution that was sampled from, temperature included
+        generation_config="vllm",  # neutral defaults; a checkpoint's own would change the sampling unseen
+        weight_transfer_config={"backend": sync_backend(config, gpu=gpu)},
+        worker_extension_cls=EXTENSION,
+        disable_log_stats=True,
+    )
+    if gpu:
+        arguments |= dict(
+            dtype="bfloat16" if v.dtype == "auto" else v.dtype,
+            gpu_memory_utilization=v.gpu_memory_utilization,
+            enforce_eager=v.enforce_eager,
+            distributed_executor_backend="mp" if v.tensor_parallel_size > 1 else "uni",
+        )
+    else:
+        arguments |= dict(dtype="float32" if v.dtype == "auto" else v.dtype, enforce_eager=True)
+    return arguments | v.extra
+
+
+def cpu_environment(model: str, *, tensor_parallel: int = 1) -> dict[str, str]:
+    """Environment of a CPU engine's processes, to be set before vllm is imported in them."""
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default binds every engine to core 0
+        "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request compiles a helper for 2 s
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if tensor_parallel == 1:
+        # Worker and engine core in one process: 13 s to start instead of 28, and 600 MB less.
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if Path(model).is_dir():
+        variables["HF_HUB_OFFLINE"] = "1"
+    return variables
+
+
+def kv_cache_bytes(token_bytes: int, max_len: int, max_num_seqs: int) -> int:
+    """Bytes of KV cache for a CPU engine, which takes what it is told and no share of free memory.
+
+    Room for `max_num_seqs` full contexts in blocks of 128 tokens, at least 64 MiB and at most 1 GiB, but never less than two contexts.
+    """
+    context = -(-max_len // 128) * 128 * token_bytes
+    return max(64 << 20, 2 * context, min(context * max_num_seqs, 1 << 30))

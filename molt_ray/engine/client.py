@@ -1,0 +1,96 @@
+"""How rollouts reach the engines: `protocol.Engine` over the Serve handle.
+
+Guarantees: nothing of vLLM is imported; requests of one group that are made in the same turn of the event loop travel as one call; a
+group always reaches the same replica, while that lives, so that its prefixes are cached there; a request that is cancelled, or misses
+the deadline, is aborted in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from ray import serve
+
+from molt_ray.engine.protocol import EngineError, GenerateRequest, Generation
+
+DEPLOYMENT = "PolicyEngine"
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request that waits for its outcome."""
+
+    request: GenerateRequest
+    future: asyncio.Future[Generation]
+
+
+class EngineClient:
+    """One per process and run; for one event loop. `timeout_s` is the deadline of each call, None leaves it to the caller."""
+
+    def __init__(self, run_name: str, *, timeout_s: float | None = None) -> None:
+        # gRPC instead of the object store: a streamed item takes 0.2 ms instead of 1.2. No object references in it: they would leak.
+        handle = serve.get_deployment_handle(DEPLOYMENT, f"{run_name}-engine")
+        self.handle = handle.options(_by_reference=False)
+        self.timeout_s = timeout_s
+        self.waiting: dict[str, list[Pending]] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def generate(self, request: GenerateRequest, *, group_id: str) -> Generation:
+        """Raises ContextTooLong; EngineError when the engine died, refused the request or missed the deadline."""
+        loop = asyncio.get_running_loop()
+        pending = Pending(request, loop.create_future())
+        batch = self.waiting.setdefault(group_id, [])
+        batch.append(pending)
+        if len(batch) == 1:
+            loop.call_soon(self.flush, group_id)
+        try:
+            return await asyncio.wait_for(pending.future, self.timeout_s)
+        except TimeoutError:
+            raise EngineError(f"request {request.request_id}: no answer within {self.timeout_s} s") from None
+
+    def flush(self, group_id: str) -> None:
+        """Sends what the group has asked for in this turn of the loop."""
+        batch = [pending for pending in self.waiting.pop(group_id) if not pending.future.done()]
+        if batch:
+            self.spawn(self.call(batch, group_id))
+
+    def spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def call(self, batch: list[Pending], group_id: str) -> None:
+        """One streaming call for the whole batch; each outcome goes to its future."""
+        for pending in batch:
+            pending.future.add_done_callback(lambda future, p=pending: future.cancelled() and self.abort(p.request))
+        try:
+            stream = self.handle.options(stream=True, session_id=group_id).generate_many.remote(
+                [pending.request for pending in batch]
+            )
+            async for outcomes in stream:
+                for index, outcome in outcomes:
+                    settle(batch[index].future, outcome)
+            lost: Exception = EngineError("the engine ended the call without an outcome for this request")
+        except Exception as e:
+            lost = EngineError(f"{type(e).__name__}: {e}")
+        for pending in batch:
+            settle(pending.future, lost)
+
+    def abort(self, request: GenerateRequest) -> None:
+        """Tells all replicas: after a failover the request may run on another than its group's."""
+        self.spawn(self.tell_abort([request.request_id]))
+
+    async def tell_abort(self, request_ids: list[str]) -> None:
+        await self.handle.broadcast("abort", request_ids).results_async(return_exceptions=True)
+
+
+def settle(future: asyncio.Future[Generation], outcome: Generation | Exception) -> None:
+    """Gives a future its outcome, unless its caller has gone."""
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

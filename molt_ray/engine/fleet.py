@@ -1,0 +1,183 @@
+"""The driver's hold on all engines of a run: deploy, pause and resume around a refit, take down.
+
+Guarantees: an engine that cannot start ends `start` with its own words, not with a hang; pause and resume reach every engine or raise;
+replicas that died are struck off the roster before, never during, a refit; after a failed refit `resume` refuses until one succeeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Literal
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError
+
+from molt_ray.config import Config
+from molt_ray.engine.arguments import check_engine_arguments, sync_backend
+from molt_ray.engine.roster import NAMESPACE, RefitFailed, Roster, RosterActor, actor_name, check_answers, collect
+
+DEPLOYMENT = "PolicyEngine"
+POLL_S = 0.2
+GRACE_S = 10.0  # Serve tells a handle of a new replica within a second or two; a member silent for longer is gone
+
+
+class EngineStartFailed(RuntimeError):
+    """The engines did not come up; the message holds the first cause."""
+
+
+class Fleet:
+    """The engines of one run. Methods are for one event loop, one at a time."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.app = f"{config.run.name}-engine"
+        self.gpu = ray.cluster_resources().get("GPU", 0) > 0
+        self.actor: Any = None
+        self.handle: Any = None
+
+    # ---- up and down ----
+
+    async def start(self) -> float:
+        """Deploys the engines and waits until all are in the roster and reachable. Returns the seconds that it took.
+
+        Raises ConfigError for a bad option; EngineStartFailed when an engine dies, or after `vllm.start_timeout_s`.
+        """
+        from serve_apps.engine import app
+
+        started = time.monotonic()
+        check_engine_arguments(self.config, gpu=self.gpu)
+        await asyncio.to_thread(
+            serve.start
+        )  # joins the instance that is there, with the options that it was started with
+        await asyncio.to_thread(serve.delete, self.app)  # of an earlier run of this name that was killed
+        self.actor = (
+            ray.remote(RosterActor)
+            .options(name=actor_name(self.config.run.name), namespace=NAMESPACE, num_cpus=0)
+            .remote()
+        )
+        target = serve.RunTarget(app(self.config, gpu=self.gpu), name=self.app, route_prefix=None)
+        await asyncio.to_thread(
+            serve.run_many,
+            [target],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+        try:
+            await self.wait_started(started + self.config.vllm.start_timeout_s)
+        except BaseException:
+            await self.stop()
+            raise
+        return time.monotonic() - started
+
+    async def wait_started(self, deadline: float) -> None:
+        """Returns when every engine serves and answers."""
+        wanted = self.config.vllm.num_engines
+        while True:
+            roster = await self.roster()
+            if roster.failures:
+                raise EngineStartFailed(f"an engine could not start: {roster.failures[0]}")
+            application = serve.status().applications.get(self.app)
+            status = application.status if application else "not deployed"
+            if status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                causes = [f"{d.status}: {d.message}" for d in application.deployments.values()]
+                raise EngineStartFailed(
+                    f"Serve could not start the engines: {'; '.join(causes) or application.message}"
+                )
+            if len(roster.serving()) >= wanted and status == "RUNNING":
+                break
+            if time.monotonic() > deadline:
+                raise EngineStartFailed(
+                    f"{len(roster.serving())} of {wanted} engines up after --vllm.start_timeout_s "
+                    f"{self.config.vllm.start_timeout_s} s; Serve says {status}. Ask for fewer engines, or give more time"
+                )
+            await asyncio.sleep(POLL_S)
+        self.handle = serve.get_deployment_handle(DEPLOYMENT, self.app)
+        await self.settle()
+
+    async def stop(self) -> None:
+        """Aborts what runs and deletes the application. Safe at any time, also twice."""
+        if self.handle is not None:
+            self.handle, handle = None, self.handle
+            await asyncio.wait_for(
+                handle.broadcast("control", "abort_all", {}).results_async(return_exceptions=True), GRACE_S
+            )
+        if self.actor is not None:
+            await asyncio.to_thread(serve.delete, self.app)
+            ray.kill(self.actor)
+            self.actor = None
+
+    # ---- around a refit ----
+
+    async def pause(self, mode: Literal["keep", "wait"]) -> dict[str, float]:
+        """Pauses every engine: `keep` freezes running requests, `wait` lets them finish first. Returns seconds: pause.
+
+        Strikes engines that died off the roster before. Raises RefitFailed when one does not answer.
+        """
+        started = time.perf_counter()
+        await self.settle()
+        await self.control("pause", mode=mode)
+        return {"pause": time.perf_counter() - started}
+
+    async def resume(self) -> dict[str, float]:
+        """Resumes every engine. Raises RefitFailed while they do not all hold the published version. Returns seconds: resume."""
+        started = time.perf_counter()
+        roster = await self.settle()
+        if roster.updating is not None:
+            raise RefitFailed(
+                f"the refit to version {roster.updating} did not finish, so engines may hold mixed weights: refit again before resuming"
+            )
+        versions = await self.control("resume")
+        wrong = {name: version for name, version in versions.items() if version != roster.version}
+        if wrong:
+            raise RefitFailed(f"published is version {roster.version}, but {wrong} resumed")
+        return {"resume": time.perf_counter() - started}
+
+    def sender_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the WeightSender that trainer rank 0 makes."""
+        return dict(
+            backend=sync_backend(self.config, gpu=self.gpu),
+            run_name=self.config.run.name,
+            timeout_s=self.config.vllm.sync_timeout_s,
+        )
+
+    # ---- who is there ----
+
+    async def roster(self) -> Roster:
+        return await asyncio.wait_for(self.actor.view.remote(), GRACE_S)
+
+    async def control(self, method: str, **arguments: Any) -> dict[str, int]:
+        """Has every serving engine do `method`; the versions that they hold. Raises RefitFailed unless all answer."""
+        results = await asyncio.wait_for(
+            self.handle.broadcast("control", method, arguments).results_async(return_exceptions=True),
+            self.config.vllm.sync_timeout_s,
+        )
+        answers = collect(results)
+        check_answers((await self.roster()).serving(), answers, method)
+        return answers
+
+    async def settle(self) -> Roster:
+        """The roster, after members that no longer answer were struck off. Raises RefitFailed when no engine is left."""
+        deadline = time.monotonic() + GRACE_S
+        while True:
+            roster = await self.roster()
+            silent = set(roster.serving()) - set(await self.answering())
+            if not silent:
+                break
+            if time.monotonic() > deadline:
+                await asyncio.wait_for(self.actor.remove.remote(sorted(silent)), GRACE_S)
+            await asyncio.sleep(POLL_S)
+        if not roster.members:
+            raise RefitFailed("no engine is left")
+        return roster
+
+    async def answering(self) -> list[str]:
+        """Ids of the replicas that Serve reaches now."""
+        try:
+            results = await asyncio.wait_for(
+                self.handle.broadcast("ping").results_async(return_exceptions=True), self.config.vllm.sync_timeout_s
+            )
+        except (RayActorError, serve.exceptions.DeploymentUnavailableError):
+            return []
+        return [result[0] for result in results if not isinstance(result, Exception)]

@@ -1,0 +1,212 @@
+"""One vLLM engine as training needs it: token ids in; ids, behaviour log-probs and policy versions out.
+
+Guarantees: sampling follows the request alone (vLLM's neutral defaults, never the checkpoint's); each sampled id comes with the
+log-prob of the distribution it was drawn from and with the version of the weights that drew it; a call that is cancelled or closed
+is aborted in the engine; the version is published only after a finished update. No Serve in here: serve_apps/engine.py deploys it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, Literal
+
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from molt_ray.config import Config
+from molt_ray.engine.arguments import engine_arguments, kv_cache_bytes
+from molt_ray.engine.protocol import ContextTooLong, EngineError, GenerateRequest, Generation
+
+STREAM_INTERVAL_S = (
+    0.05  # a token stream costs 0.2 ms an item on the way to its reader; 20 items a second are smooth enough
+)
+Outcome = Generation | ContextTooLong | EngineError
+
+
+class PolicyEngine:
+    """`start` first, on the event loop that serves the calls; `shutdown` last."""
+
+    def __init__(self, config: Config, *, gpu: bool) -> None:
+        self.config = config
+        self.gpu = gpu
+        self.version = 0  # 0: the checkpoint's weights
+        self.paused = False
+        self.llm: AsyncLLM
+
+    # ---- life ----
+
+    async def start(self) -> None:
+        """Loads the model. Raises what vLLM raises: a bad argument, a missing model, too little memory."""
+        arguments = AsyncEngineArgs(**engine_arguments(self.config, gpu=self.gpu))
+        if not self.gpu and arguments.kv_cache_memory_bytes is None:
+            model = arguments.create_model_config()
+            heads, layers = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
+            token_bytes = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
+            arguments.kv_cache_memory_bytes = kv_cache_bytes(
+                token_bytes, arguments.max_model_len, arguments.max_num_seqs
+            )
+        self.llm = AsyncLLM.from_engine_args(arguments)
+        await self.llm.update_weight_version(str(self.version))
+
+    def shutdown(self) -> None:
+        self.llm.shutdown()
+
+    async def health(self) -> None:
+        """Raises when the engine's process is dead."""
+        await self.llm.check_health()
+
+    # ---- generation ----
+
+    def sampling_params(self, request: GenerateRequest) -> SamplingParams:
+        """The request's settings as vLLM's, for a final answer with one log-prob a token.
+
+        `max_tokens` left out, or larger than what the context holds, means what the context holds. Raises ContextTooLong.
+        """
+        limit = self.llm.model_config.max_model_len
+        room = limit - len(request.prompt_ids)
+        if room < 1:
+            raise ContextTooLong(len(request.prompt_ids), limit)
+        sampling = dict(request.sampling)
+        wanted = sampling.pop("max_tokens", None)
+        return SamplingParams(
+            **sampling,
+            max_tokens=room if wanted is None else min(wanted, room),
+            logprobs=0,  # the sampled token's, and no other
+            flat_logprobs=True,  # plain lists; an object a token costs a tenth of the output path
+            detokenize=request.text or bool(sampling.get("stop")),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """One call. Raises ContextTooLong, or EngineError for a request that vLLM refuses. Cancelling it aborts it in the engine."""
+        try:
+            params = self.sampling_params(request)
+        except (TypeError, ValueError) as e:
+            if isinstance(e, ContextTooLong):
+                raise
+            raise EngineError(f"sampling {request.sampling}: {e}") from e
+        output: RequestOutput | None = None
+        try:
+            prompt = tokens_input(list(request.prompt_ids))
+            async with aclosing(self.llm.generate(prompt, params, request.request_id)) as outputs:
+                async for output in outputs:  # noqa: B007
+                    pass
+        except Exception as e:
+            raise EngineError(f"request {request.request_id}: {type(e).__name__}: {e}") from e
+        if output is None:
+            raise EngineError(f"request {request.request_id}: vLLM ended it without an output")
+        return generation_of(output)
+
+    async def outcome(self, request: GenerateRequest) -> Outcome:
+        """`generate`, with an error of this one request as its value."""
+        try:
+            return await self.generate(request)
+        except (ContextTooLong, EngineError) as e:
+            return e
+
+    async def generate_many(self, requests: list[GenerateRequest]) -> AsyncIterator[list[tuple[int, Outcome]]]:
+        """Runs the requests together; yields lists of (index, outcome), each list holding what finished since the last.
+
+        Requests of one group tend to end in the same engine step, and a list costs the transport what one item costs.
+        Closing the iterator or cancelling its task aborts what still runs.
+        """
+        tasks = {asyncio.ensure_future(self.outcome(request)): i for i, request in enumerate(requests)}
+        pending = set(tasks)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                yield [(tasks[task], task.result()) for task in done]
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+
+    async def stream(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """vLLM's own generate for a caller that speaks its types; `options` are that method's.
+
+        Deltas are gathered for STREAM_INTERVAL_S after the first. Closing the iterator or cancelling its task aborts the request.
+        """
+        loop = asyncio.get_running_loop()
+        deltas = sampling_params.output_kind == RequestOutputKind.DELTA
+        async with aclosing(self.llm.generate(prompt, sampling_params, request_id, **options)) as outputs:
+            async for output in outputs:
+                sent = loop.time()
+                yield output
+                if deltas and not output.finished:
+                    await asyncio.sleep(max(0.0, sent + STREAM_INTERVAL_S - loop.time()))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Ends requests early: their callers get what there is, with finish reason `abort`. Unknown ids are none of its business."""
+        await self.llm.abort(request_ids)
+
+    async def abort_all(self) -> None:
+        await self.llm.abort(list(self.llm.output_processor.request_states), internal=True)
+
+    async def logprobs_of(self, token_ids: list[int]) -> list[float]:
+        """Log-probs (temperature 1) that the engine's weights give ids 1, 2, … of a fixed text: len(token_ids) - 1 values."""
+        params = SamplingParams(
+            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        async for output in self.llm.generate(tokens_input(list(token_ids)), params, f"logprobs-{id(params)}"):
+            scores = output.prompt_logprobs
+        return [at[token].logprob for token, at in zip(token_ids[1:], scores[1:], strict=True)]
+
+    # ---- refit ----
+
+    async def pause(self, mode: Literal["keep", "wait"]) -> None:
+        """Stops decoding: `keep` freezes running requests, `wait` lets them finish. New ones queue. KV and prefixes are dropped:
+        blocks of the old weights would otherwise be reused (1 to 2 nats off)."""
+        await self.llm.pause_generation(mode=mode)
+        self.paused = True
+
+    async def resume(self) -> None:
+        await self.llm.resume_generation()
+        self.paused = False
+
+    async def init_transfer(self, init_info: dict[str, Any]) -> None:
+        """Joins the trainer's transfer group; returns when all its members have."""
+        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+
+    async def start_update(self) -> None:
+        await self.llm.start_weight_update()
+
+    async def receive_update(self, update_info: dict[str, Any]) -> None:
+        """Receives the weights that the trainer broadcasts meanwhile."""
+        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+
+    async def finish_update(self, version: int) -> None:
+        """Puts the new weights into use; tokens sampled from now on carry `version`."""
+        await self.llm.finish_weight_update(weight_version=str(version))
+        self.version = version
+
+
+def generation_of(output: RequestOutput) -> Generation:
+    """The plain data of a finished request. Raises EngineError when vLLM left ids, log-probs or versions out."""
+    completion = output.outputs[0]
+    ids = list(completion.token_ids)
+    # A request that was aborted before its first token has neither log-probs nor spans.
+    logprobs = list(completion.logprobs.logprobs) if completion.logprobs else []
+    spans = [(int(span.version), span.start, span.end) for span in completion.weight_versions or []]
+    generation = Generation(
+        token_ids=ids,
+        logprobs=logprobs,
+        version_spans=spans,
+        finish_reason=completion.finish_reason or "",
+        stop_reason=completion.stop_reason,
+        text=completion.text,
+        cached_tokens=output.num_cached_tokens or 0,
+    )
+    if len(logprobs) != len(ids) or sum(end - start for _, start, end in spans) != len(ids):
+        raise EngineError(
+            f"request {output.request_id}: {len(ids)} ids, {len(logprobs)} log-probs, version spans {spans}"
+        )
+    return generation

@@ -1,0 +1,148 @@
+"""The Serve application of the engines: one PolicyEngine per replica, named `<run.name>-engine`.
+
+Thin: what an engine does is in molt_ray/engine/policy_engine.py. Here: how many, on what, who reaches which, and the Roster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from molt_ray.config import Config
+from molt_ray.engine.arguments import cpu_environment
+from molt_ray.engine.roster import NAMESPACE, SERVE, actor_name
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+    from molt_ray.engine.policy_engine import Outcome
+    from molt_ray.engine.protocol import GenerateRequest
+
+ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
+
+
+@serve.deployment(name="PolicyEngine")
+class EngineReplica:
+    """One engine. Its constructor returns when it may serve: at once with the checkpoint's weights, or after the next refit."""
+
+    async def __init__(self, config: Config, gpu: bool) -> None:
+        self.replica_id = serve.get_replica_context().replica_id.unique_id
+        self.roster = ray.get_actor(actor_name(config.run.name), namespace=NAMESPACE)
+        try:
+            from molt_ray.engine.policy_engine import PolicyEngine  # 8 to 12 s: vllm and torch
+
+            self.engine = PolicyEngine(config, gpu=gpu)
+            await self.engine.start()
+        except BaseException as e:
+            await self.roster.report_failure.remote(self.replica_id, f"{type(e).__name__}: {e}")
+            raise
+        node = ray.get_runtime_context().get_node_id()
+        if not await self.roster.register.remote(self.replica_id, node, config.vllm.tensor_parallel_size):
+            await self.wait_for_weights()
+
+    async def wait_for_weights(self) -> None:
+        """Takes part in the next refit by way of the Roster: Serve reaches no replica that is still in its constructor."""
+        while True:
+            call = await self.roster.next_call.remote(self.replica_id)
+            if call is None:
+                continue
+            if call.method == SERVE:
+                return
+            try:
+                answer: Any = await self.run_step(call.method, call.arguments)
+            except Exception as e:
+                answer = RuntimeError(f"{type(e).__name__}: {e}")  # vLLM's own may not unpickle where vllm is absent
+            await self.roster.answer.remote(call.number, answer)
+
+    # ---- for EngineClient and Capture ----
+
+    async def generate_many(self, requests: list[GenerateRequest]) -> AsyncIterator[list[tuple[int, Outcome]]]:
+        async for outcomes in self.engine.generate_many(requests):
+            yield outcomes
+
+    async def stream(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        async for output in self.engine.stream(prompt, sampling_params, request_id, **options):
+            yield output
+
+    async def logprobs_of(self, token_ids: list[int]) -> list[float]:
+        return await self.engine.logprobs_of(token_ids)
+
+    # ---- for broadcasts; each answers (replica id, value), an exception being a value ----
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await self.engine.abort(request_ids)
+
+    async def step(self, method: str, arguments: dict[str, dict[str, Any]]) -> tuple[str, Any]:
+        """One step of a refit; `arguments` by replica id."""
+        try:
+            return self.replica_id, await self.run_step(method, arguments[self.replica_id])
+        except Exception as e:
+            return self.replica_id, RuntimeError(f"{type(e).__name__}: {e}")
+
+    async def control(self, method: str, arguments: dict[str, Any]) -> tuple[str, Any]:
+        """pause, resume or abort_all. The value is the version held."""
+        calls = {"pause": self.engine.pause, "resume": self.engine.resume, "abort_all": self.engine.abort_all}
+        try:
+            await calls[method](**arguments)
+            return self.replica_id, self.engine.version
+        except Exception as e:
+            return self.replica_id, RuntimeError(f"{type(e).__name__}: {e}")
+
+    async def ping(self) -> tuple[str, int]:
+        return self.replica_id, self.engine.version
+
+    async def run_step(self, method: str, arguments: dict[str, Any]) -> int:
+        """Returns the version held after the step."""
+        steps = {
+            "init_transfer": self.engine.init_transfer,
+            "start_update": self.engine.start_update,
+            "receive_update": self.engine.receive_update,
+            "finish_update": self.engine.finish_update,
+        }
+        await steps[method](**arguments)
+        return self.engine.version
+
+    # ---- for Serve ----
+
+    async def check_health(self) -> None:
+        await self.engine.health()
+
+    def __del__(self) -> None:
+        self.engine.shutdown()
+
+
+def app(config: Config, *, gpu: bool) -> serve.Application:
+    """The application; `gpu` says whether the cluster's engines run on GPUs."""
+    tp = config.vllm.tensor_parallel_size
+    options: dict[str, Any] = dict(
+        num_replicas=config.vllm.num_engines,
+        max_ongoing_requests=1_000_000,  # vLLM queues by itself; a replica that Serve holds full would lose its groups to another
+        graceful_shutdown_timeout_s=config.rollout.timeout_s,
+        graceful_shutdown_wait_loop_s=0.1,
+        logging_config={"enable_access_log": False},  # a line a call otherwise
+        # A weight load does not run on the replica's loop, but a busy machine may let it wait.
+        health_check_period_s=10,
+        health_check_timeout_s=max(60.0, config.vllm.sync_timeout_s),
+        max_constructor_retry_count=1,
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
+    )
+    if gpu:
+        # The engine's workers are its child processes and share these GPUs. A placement group would make vLLM start Ray workers.
+        options["ray_actor_options"] = {"num_cpus": 1, "num_gpus": tp}
+    else:
+        variables = cpu_environment(config.actor.model_name_or_path, tensor_parallel=tp)
+        options["ray_actor_options"] = {"num_cpus": 0.3, "runtime_env": with_variables(variables)}
+    return EngineReplica.options(**options).bind(config, gpu)
+
+
+def with_variables(variables: dict[str, str]) -> dict[str, Any]:
+    """The job's own runtime environment and `variables`: Serve drops the job's variables where a deployment sets some."""
+    inherited = dict(ray.get_runtime_context().runtime_env)
+    return inherited | {"env_vars": {**inherited.get("env_vars", {}), **variables}}
