@@ -1,6 +1,8 @@
-"""What an agent file imports."""
+"""What an agent file imports. `ChatContext` is `Context` by its published name."""
 
 from molt_ray.agents.api import ChatAgent, Context, Env, RawText, Result
 from molt_ray.agents.runners import ChatAgentRunner, StepEnvRunner
 
-__all__ = ["ChatAgent", "ChatAgentRunner", "Context", "Env", "RawText", "Result", "StepEnvRunner"]
+ChatContext = Context
+
+__all__ = ["ChatAgent", "ChatAgentRunner", "ChatContext", "Context", "Env", "RawText", "Result", "StepEnvRunner"]

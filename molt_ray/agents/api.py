@@ -11,7 +11,8 @@ class Result:
     """What one step of an Env, or a whole run of a ChatAgent, came to.
 
     `observation` is the next message: a string is the next user message, a list holds messages as they are, `RawText` is
-    appended as text without the template. `reward` may be None only while `terminated` is False.
+    appended as text without the template (and then only RawText may follow). `reward` may be None only while `terminated` is
+    False. `info` scalars become metrics. `sampling_params` replaces the settings from the next turn on.
     """
 
     reward: float | None
@@ -24,6 +25,19 @@ class Result:
     sampling_params: dict[str, Any] | None = None
 
 
+class Sampling(dict[str, Any]):
+    """Sampling settings by vLLM SamplingParams name; also read and set as attributes, which published agents do."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"sampling setting {name!r} is not set; these are: {sorted(self)}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
 class RawText(str):
     """An observation that is appended to the context as it is, outside the chat template."""
 
@@ -32,12 +46,16 @@ class Env:
     """An environment that answers the policy's turns. Every method may be `async`; blocking ones run in a child process that can
     be killed. A fresh Env per rollout.
 
-    `state` holds: observation_text, action_text, label, sampling_params, and messages, prompt_ids, action_ids, images, turn (from
-    0), remaining (tokens left of the budget).
+    `state` is a new dict at each call. To `reset`: observation_text (the prompt's last user message; also as observation),
+    messages, label, images, sampling_params. To `step`: observation_text (the whole context as text, template included),
+    action_text (what the policy said, special tokens included), action_message (the same without them), label, images,
+    messages, prompt_ids, action_ids, finish_reason (stop or length), turn (from 0), remaining (tokens left of the budget),
+    sampling_params, and whatever else `reset` returned.
     """
 
     def reset(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """May return changes to `state`, for example another first `observation_text`."""
+        """May return changes to `state`: another observation_text (`RawText`: the whole prompt as it is, without the template),
+        messages or sampling_params, or keys of its own that every later `state` will hold."""
         return None
 
     def step(self, state: dict[str, Any]) -> Result:
@@ -61,7 +79,7 @@ class Context:
     api_key: str  # this session's own secret
     model_name: str
     session_id: str
-    sampling_params: dict[str, Any]
+    sampling_params: Sampling  # temperature, top_p, max_tokens and what else the run sets
     max_length: int
 
 

@@ -53,7 +53,7 @@ class LoopHost:
                 return None
             value = invoke(self.target, method, argument)
             return await value if inspect.isawaitable(value) else value
-        except Exception:
+        except (Exception, SystemExit, KeyboardInterrupt):  # the last two would end the worker's loop
             raise AgentError(traceback.format_exc()) from None
 
 

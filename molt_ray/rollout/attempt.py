@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-import numpy as np
-
-from molt_ray.agents.api import Result
+from molt_ray.agents.api import Sampling
+from molt_ray.config import Config
 from molt_ray.experience import Segment
 from molt_ray.rollout.messages import FailureReason, GroupTask, rollout_id
 
@@ -45,6 +44,14 @@ class Attempt:
         prompt = self.task.prompt
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
 
+    def sampling(self, config: Config) -> Sampling:
+        """The run's settings and those of the task on top; max_tokens is always set, for SDKs that must send it."""
+        rollout = config.rollout
+        limit = rollout.max_new_tokens or config.data.max_len
+        return Sampling(
+            {"temperature": rollout.temperature, "top_p": rollout.top_p, "max_tokens": limit, **self.task.sampling}
+        )
+
     def seed(self, turn: int) -> int | None:
         """The sampling seed of a turn, 32 bits; None when the task gives none. Another for each rollout, try and turn."""
         if self.task.seed is None:
@@ -74,10 +81,10 @@ def last_user_text(messages: Messages) -> str:
     return content or ""
 
 
-def result_of(value: Any, method: str) -> Result:
-    """`value` if it is a Result. Raises RolloutFailed otherwise."""
-    if not isinstance(value, Result):
-        raise RolloutFailed("agent_error", f"{method} returned {value!r}, not a Result")
+def expect(kind: type, value: Any, what: str) -> Any:
+    """`value` if it is of `kind`. Raises RolloutFailed otherwise."""
+    if not isinstance(value, kind):
+        raise RolloutFailed("agent_error", f"{what} is {value!r}, not a {kind.__name__}")
     return value
 
 
@@ -97,6 +104,13 @@ def reward_of(value: Any) -> float:
 
 
 def scalars_of(info: dict[str, Any]) -> dict[str, float]:
-    """The finite numeric scalars of an agent's info, by name; the rest is no metric."""
-    numbers = {str(k): float(v) for k, v in info.items() if isinstance(v, (bool, int, float, np.number, np.bool_))}
-    return {name: number for name, number in numbers.items() if math.isfinite(number)}
+    """The finite numeric scalars of an agent's info, one-element arrays and tensors among them; the rest is no metric."""
+    out = {}
+    for name, value in info.items():
+        try:
+            number = math.nan if isinstance(value, (str, bytes)) else float(value)
+        except (TypeError, ValueError, RuntimeError):
+            continue
+        if math.isfinite(number):
+            out[str(name)] = number
+    return out

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from molt_ray.agents.api import Context
+from molt_ray.agents.api import Context, Result, Sampling
 from molt_ray.agents.hosts import Host, opened
 from molt_ray.config import Config
 from molt_ray.rollout.attempt import (
     Attempt,
     Outcome,
     RolloutFailed,
+    expect,
     last_user_text,
-    result_of,
     reward_of,
     scalars_of,
 )
@@ -29,16 +29,18 @@ MODEL_NAME = "policy"
 
 async def run_chat(attempt: Attempt, host: Host, *, config: Config, capture: CaptureClient) -> Outcome:
     """One rollout of the ChatAgent in `host`. Raises RolloutFailed, or AgentError with the user's traceback."""
-    sampling = chat_sampling(attempt, config)
+    sampling = attempt.sampling(config)
     meta = {
         "rollout_id": attempt.rollout_id,
         "group_id": attempt.task.group_id,
         "attempt": attempt.number,
-        "sampling": sampling,
+        "sampling": dict(sampling),
+        "seed": attempt.seed(0),
     }
     async with opened(host):
         async with capture.session(meta) as session:
-            result = result_of(await host.call("run", context_of(attempt, session, sampling, config)), "run")
+            answer = await host.call("run", context_of(attempt, session, sampling, config))
+        result = expect(Result, answer, "what run returned")
         if result.reward is None:
             raise RolloutFailed("bad_reward", "run returned reward None")
         reward = reward_of(result.reward)
@@ -54,17 +56,7 @@ async def run_chat(attempt: Attempt, host: Host, *, config: Config, capture: Cap
         )
 
 
-def chat_sampling(attempt: Attempt, config: Config) -> dict[str, Any]:
-    """The settings of the session's calls unless the agent asks for others."""
-    sampling = {"temperature": config.rollout.temperature, "top_p": config.rollout.top_p}
-    if config.rollout.max_new_tokens is not None:
-        sampling["max_tokens"] = config.rollout.max_new_tokens
-    sampling |= attempt.task.sampling
-    seed = attempt.seed(0)
-    return sampling if seed is None else {**sampling, "seed": seed}
-
-
-def context_of(attempt: Attempt, session: Any, sampling: dict[str, Any], config: Config) -> Context:
+def context_of(attempt: Attempt, session: Any, sampling: Sampling, config: Config) -> Context:
     messages = attempt.messages()
     return Context(
         messages=messages,
@@ -77,6 +69,6 @@ def context_of(attempt: Attempt, session: Any, sampling: dict[str, Any], config:
         api_key=session.api_key,
         model_name=MODEL_NAME,
         session_id=session.session_id,
-        sampling_params=dict(sampling),
+        sampling_params=sampling,
         max_length=config.data.max_len,
     )

@@ -11,7 +11,7 @@ import time
 import traceback
 from typing import Any
 
-from molt_ray.agents.api import RawText, Result
+from molt_ray.agents.api import RawText, Result, Sampling
 from molt_ray.agents.hosts import Host, opened
 from molt_ray.capture.template import HfTemplate
 from molt_ray.capture.tree import Placement, SampledTurn, TokenTree
@@ -22,8 +22,8 @@ from molt_ray.rollout.attempt import (
     Messages,
     Outcome,
     RolloutFailed,
+    expect,
     last_user_text,
-    result_of,
     reward_of,
     scalars_of,
 )
@@ -56,11 +56,7 @@ class EnvRollout:
         self.messages: Messages = attempt.messages()
         self.raw: Placement | None = None  # the next prompt, once the context has left the template
         self.kept: dict[str, Any] = {"label": attempt.task.label, "images": attempt.task.images}  # in every state
-        self.sampling = {
-            "temperature": config.rollout.temperature,
-            "top_p": config.rollout.top_p,
-            **attempt.task.sampling,
-        }
+        self.sampling = attempt.sampling(config)
         self.turn_rewards: list[float] = []
         self.info: dict[str, float] = {}
         self.score: float | None = None
@@ -75,17 +71,15 @@ class EnvRollout:
             "observation_text": text,
             "observation": text,
             "messages": list(self.messages),
-            "sampling_params": dict(self.sampling),
+            "sampling_params": Sampling(self.sampling),
             "turn": 0,
         }
         changes = await self.host.call("reset", state)
         if changes is None:
             return
-        if not isinstance(changes, dict):
-            raise RolloutFailed("agent_error", f"reset returned {changes!r}, not a dict of changes or None")
-        changes = dict(changes)
-        self.messages = changes.pop("messages", self.messages)
-        self.sampling = changes.pop("sampling_params", self.sampling)
+        changes = dict(expect(dict, changes, "what reset returned"))
+        self.messages = list(expect(list, changes.pop("messages", self.messages), "messages"))
+        self.sampling = Sampling(expect(dict, changes.pop("sampling_params", self.sampling), "sampling_params"))
         for first in (changes.pop("observation_text", text), changes.pop("observation", text)):
             if isinstance(first, RawText):
                 self.raw = self.tree.append_raw(None, self.template.encode(first))
@@ -111,7 +105,7 @@ class EnvRollout:
             self.truncated = result.truncated
             return False
         if result.sampling_params is not None:
-            self.sampling = dict(result.sampling_params)
+            self.sampling = Sampling(expect(dict, result.sampling_params, "Result.sampling_params"))
         self.observe(result.observation, turn)
         return True
 
@@ -147,8 +141,8 @@ class EnvRollout:
 
     def turn_sampling(self, remaining: int) -> dict[str, Any]:
         """The current settings with this turn's seed, and its token limits within the budget."""
-        caps = (self.sampling.get("max_tokens"), self.config.rollout.max_new_tokens, remaining)
-        limit = min(cap for cap in caps if cap is not None)
+        cap = self.config.rollout.max_new_tokens or remaining
+        limit = min(self.sampling.get("max_tokens") or cap, cap, remaining)
         sampling = {**self.sampling, "max_tokens": limit}
         if "min_tokens" in sampling:
             sampling["min_tokens"] = min(sampling["min_tokens"], limit)
@@ -173,11 +167,11 @@ class EnvRollout:
             "prompt_ids": list(placement.prompt_ids),
             "action_ids": list(ids),
             "finish_reason": generation.finish_reason,
-            "sampling_params": dict(self.sampling),
+            "sampling_params": Sampling(self.sampling),
             "turn": len(self.turn_rewards),
             "remaining": remaining,
         }
-        return result_of(await self.host.call("step", state), "step")
+        return expect(Result, await self.host.call("step", state), "what step returned")
 
     def count(self, result: Result) -> None:
         """Takes the turn's reward, score and info. A turn without a reward counts 0; the last one must have one."""
@@ -198,7 +192,7 @@ class EnvRollout:
         elif isinstance(observation, str):
             self.messages.append({"role": "user", "content": observation})
         else:
-            self.messages.extend(observation)
+            self.messages.extend(expect(list, observation, "Result.observation"))
 
     def outcome(self) -> Outcome:
         reward = sum(self.turn_rewards)
