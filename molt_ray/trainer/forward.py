@@ -194,12 +194,8 @@ def load_policy(config: Config, mesh: Mesh) -> PreTrainedModel:
         distributed_config=layout,
         attn_implementation=attention(config, mesh.device),
     )
-    if (
-        mesh.dp_size == 1
-    ):  # transformers shards from two ranks on; one rank too needs mixed precision and the same code path
-        model.to(mesh.device)
-        model.config.distributed_config = layout
-        model = apply_fully_sharded_data_parallelism(model, mesh.both)
+    if mesh.dp_size == 1:
+        shard_alone(model, mesh, layout)
     own = own_logprobs(model, mesh)
     model.forward = types.MethodType(scored_forward, model)
     head = model.get_output_embeddings()
@@ -208,6 +204,20 @@ def load_policy(config: Config, mesh: Mesh) -> PreTrainedModel:
     if config.actor.gradient_checkpoint == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
+
+
+def shard_alone(model: PreTrainedModel, mesh: Mesh, layout: DistributedConfig) -> None:
+    """FSDP over one data-parallel rank, in place: transformers shards from two on, but one too needs mixed precision and the same code path.
+
+    As where transformers shards, tied weights are separate while FSDP groups them (it refuses one parameter in two groups), then tied.
+    """
+    model.to(mesh.device)
+    for alias in model.all_tied_weights_keys:
+        parent, _, name = alias.rpartition(".")
+        setattr(model.get_submodule(parent), name, torch.nn.Parameter(model.get_parameter(alias).detach().clone()))
+    model.config.distributed_config = layout
+    apply_fully_sharded_data_parallelism(model, mesh.both)
+    model.tie_weights()
 
 
 def probe(model: PreTrainedModel, mesh: Mesh) -> MicroBatch:
