@@ -39,8 +39,8 @@ class AgentWorker:
         async for item in self.worker.run_group(task):
             yield item
 
-    def __del__(self) -> None:
-        self.worker.close()
+    async def __del__(self) -> None:
+        await self.worker.close()
 
 
 def build_worker(config: Config) -> RolloutWorker:

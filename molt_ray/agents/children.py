@@ -23,7 +23,8 @@ from typing import Any
 from molt_ray.agents.child import HEADER, pack_frame
 from molt_ray.agents.hosts import AgentError
 
-CLOSE_S = 5.0  # how long killed processes may take to be reaped at the end
+CLOSE_S = 5.0  # how long killed processes may take to be gone at the end
+REAP_POLL_S = 0.02
 
 
 class Child:
@@ -92,14 +93,14 @@ class ChildPool:
         child.kill()
         self.killed.append(child.process)
 
-    def close(self) -> None:
-        """Kills all children and waits until they are gone."""
+    async def close(self) -> None:
+        """Kills all children and waits until they are gone, CLOSE_S at most."""
         for child in (*self.free, *self.leased):
             self.kill(child)
         self.free.clear()
         deadline = time.monotonic() + CLOSE_S
-        for process in self.killed:
-            process.wait(max(0.1, deadline - time.monotonic()))
+        while any(process.poll() is None for process in self.killed) and time.monotonic() < deadline:
+            await asyncio.sleep(REAP_POLL_S)
 
 
 def spawn(path: str, fd: int) -> subprocess.Popen:

@@ -55,19 +55,20 @@ class RolloutWorker:
         self.capture = capture
         self.children = ChildPool(config.train.agent_path, config.rollout.blocking_processes)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Ends the child processes."""
-        self.children.close()
+        await self.children.close()
 
     async def run_group(self, task: GroupTask) -> AsyncIterator[GroupUpdate | Pack]:
         """The answer to `task`: updates, each followed by its packs (messages.py has the order)."""
         group = GroupRun(task)
-        waiting = {asyncio.create_task(self.rollout(group, index)) for index in range(task.n)}
+        rollouts = {asyncio.create_task(self.rollout(group, index)): index for index in range(task.n)}
+        waiting = set(rollouts)
         try:
             while waiting and not group.failed:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for finished in done:
-                    group.take(finished.result())
+                    group.take(rollouts[finished], finished.result())
                 if waiting and not group.failed and group.pending_bytes >= FLUSH_BYTES:
                     for item in group.flush(finished=False):
                         yield item
@@ -116,19 +117,21 @@ class GroupRun:
     def __init__(self, task: GroupTask) -> None:
         self.task = task
         self.started = time.perf_counter()
-        self.pending: list[Experience] = []
+        self.pending: dict[int, list[Experience]] = {}  # by rollout
         self.pending_bytes = 0
         self.failures: list[Failure] = []
         self.failed = ""
         self.durations: list[float] = []  # of the rollouts that succeeded, seconds
 
-    def take(self, finished: list[Experience]) -> None:
-        self.pending += finished
+    def take(self, index: int, finished: list[Experience]) -> None:
+        self.pending[index] = finished
         self.pending_bytes += sum(c.nbytes for e in finished for columns in e.heavy.values() for c in columns.values())
 
     def flush(self, *, finished: bool) -> list[GroupUpdate | Pack]:
         """The next update and its packs; of a failed group only the failures."""
-        rows, packs = ([], []) if self.failed else pack_up(self.pending)
+        # In the order of the rollouts, not of their ends: the same seed gives the same batch.
+        ready = [experience for index in sorted(self.pending) for experience in self.pending[index]]
+        rows, packs = ([], []) if self.failed else pack_up(ready)
         update = GroupUpdate(
             self.task.group_id,
             rows=rows,
@@ -138,7 +141,7 @@ class GroupRun:
             failed=self.failed,
             timings=self.timings() if finished else {},
         )
-        self.pending, self.pending_bytes, self.failures = [], 0, []
+        self.pending, self.pending_bytes, self.failures = {}, 0, []
         return [update, *packs]
 
     def timings(self) -> dict[str, float]:
