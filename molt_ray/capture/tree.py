@@ -123,7 +123,7 @@ class TokenTree:
         rendered_ids: Sequence[int] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Placement:
-        """Decides what a request's prompt is. Changes nothing but the counts of breaks.
+        """Decides what a request's prompt is. Changes nothing: the call is recorded, and its break counted, by `begin`.
 
         `rendered_ids` are the ids of the freshly rendered prompt, where the caller has them; used when a segment opens.
         """
@@ -148,7 +148,6 @@ class TokenTree:
         else:
             placement.prompt_ids = list(rendered_ids) if rendered_ids is not None else template.encode(text)
         placement.opened_by, placement.near = (broken.reason, broken.near) if broken else self.why_new(placement)
-        self.count_break(placement)
         return placement
 
     def candidates(self, placement: Placement) -> list[SampledTurn]:
@@ -214,7 +213,6 @@ class TokenTree:
         if placement.parent is None and self.turns:
             again = any(t.prompt_ids == ids for t in self.turns)
             placement.opened_by = "branch" if again else "ids"
-            self.count_break(placement)
         return placement
 
     def append_raw(self, turn: SampledTurn | None, ids: Sequence[int]) -> Placement:
@@ -236,16 +234,22 @@ class TokenTree:
         temperature: float,
         sampling: Mapping[str, Any] | None = None,
         request_key: str = "",
+        unusable: str = "",
     ) -> SampledTurn:
-        """Records a model call before it is made. Several with one placement (n > 1) are branches."""
+        """Records a model call before it is made. Several with one placement (n > 1) are branches.
+
+        `sampling` holds the call's vLLM SamplingParams fields; `unusable` is a reason of the caller's own not to train it.
+        """
         turn = SampledTurn(
             index=len(self.turns),
             placement=placement,
             temperature=temperature,
             sampling=dict(sampling or {}),
-            unusable=why_unusable(temperature, sampling or {}),
+            unusable=unusable or why_unusable(temperature, sampling or {}),
             request_key=request_key,
         )
+        if not (self.turns and self.turns[-1].placement is placement):  # once for all n of a request
+            self.count_break(placement)
         self.turns.append(turn)
         self.by_prefix.update(dict.fromkeys(placement.digests, turn))
         if turn.parent is not None:

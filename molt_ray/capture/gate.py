@@ -1,0 +1,204 @@
+"""The door of a replica's endpoint: an ASGI application that lets requests of open sessions through to the API behind it.
+
+Guarantees: nothing is reached without the session's own key; only routes that a session may use are there; whatever goes wrong is
+said in the client's own dialect; a reply counts as delivered only when its last byte was handed over; closing the session, a marked
+retry or a vanished client ends the request behind it.
+
+    POST   /s/{id}/v1/…     the API; EXCHANGE tells what is behind which session a request belongs to
+    PUT    /s/{id}/lease    the worker is still there
+    DELETE /s/{id}          closes the session
+    GET    /health
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from typing import Any
+
+from .dialect import Dialect, dialect_of, error_body, too_long_body
+from .session import Exchange, SessionError, Sessions
+
+ASGIMessage = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[ASGIMessage]]
+Send = Callable[[ASGIMessage], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+EXCHANGE: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
+
+SAMPLING_ROUTES = ("v1/chat/completions", "v1/messages", "v1/responses", "v1/completions")
+OTHER_ROUTES = ("v1/messages/count_tokens", "v1/models", "tokenize", "detokenize")
+RETRY_HEADER = b"x-stainless-retry-count"  # of the OpenAI and Anthropic SDKs: 0 at first, then the number of the retry
+
+
+class SessionGate:
+    """`limit` is the context budget in tokens, named in errors."""
+
+    def __init__(self, app: App, sessions: Sessions, *, limit: int) -> None:
+        self.app, self.sessions, self.limit = app, sessions, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self.app(scope, receive, send)
+        if scope["type"] != "http":
+            return
+        path = scope["path"]
+        if path == "/health":
+            return await answer(send, 200, {})
+        session_id, _, route = path.removeprefix("/s/").partition("/")
+        dialect = dialect_of(route)
+        try:
+            if not path.startswith("/s/"):
+                raise SessionError(404, f"no such path: {path}")
+            session = self.sessions.find(session_id, key_of(scope))
+            if not route and scope["method"] == "DELETE":
+                self.sessions.close(session)
+                return await answer(send, 204, None)
+            if route == "lease" and scope["method"] == "PUT":
+                self.sessions.renew(session)
+                return await answer(send, 204, None)
+            if route not in SAMPLING_ROUTES + OTHER_ROUTES:
+                raise SessionError(404, f"no such route in a session: {scope['method']} {route}")
+        except SessionError as e:
+            return await answer(send, e.status, error_body(dialect, e.status, e.message))
+        exchange = Exchange(session, retry=retried(scope), samples=route in SAMPLING_ROUTES)
+        inner = {**scope, "path": f"/{route}", "raw_path": f"/{route}".encode(), "root_path": ""}
+        await self.serve(exchange, dialect, inner, receive, send)
+
+    async def serve(self, exchange: Exchange, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs one request behind the gate to its end."""
+        incoming = Incoming(exchange, receive)
+        outgoing = Outgoing(exchange, dialect, self.limit, send)
+        pump = asyncio.ensure_future(incoming.pump())
+        token = EXCHANGE.set(exchange)
+        exchange.session.running.add(exchange)
+        exchange.end = incoming.end
+        try:
+            await self.app(scope, incoming.receive, outgoing.send)
+            await outgoing.finish()
+        finally:
+            EXCHANGE.reset(token)
+            pump.cancel()
+            for turn in exchange.turns:
+                exchange.session.tree.abort(turn)
+            exchange.session.running.discard(exchange)
+            exchange.done.set()
+
+
+class Incoming:
+    """The request as the API reads it. Ends it early by telling the API that its client is gone."""
+
+    def __init__(self, exchange: Exchange, receive: Receive) -> None:
+        self.exchange, self.source = exchange, receive
+        self.queue: asyncio.Queue[ASGIMessage] = asyncio.Queue()
+        self.gone = asyncio.Event()
+
+    async def pump(self) -> None:
+        """Reads on whether or not the API does, so that a vanished client is noticed at once."""
+        body = b""
+        while True:
+            message = await self.source()
+            if message["type"] == "http.disconnect":
+                return self.end("disconnected")
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                self.exchange.request_key = hashlib.blake2b(body, digest_size=16).hexdigest()
+            self.queue.put_nowait(message)
+
+    def end(self, reason: str) -> None:
+        if not self.gone.is_set():
+            self.exchange.ended = reason
+            self.gone.set()
+            self.queue.put_nowait({"type": "http.disconnect"})
+
+    async def receive(self) -> ASGIMessage:
+        if self.gone.is_set() and self.queue.empty():
+            return {"type": "http.disconnect"}
+        return await self.queue.get()
+
+
+class Outgoing:
+    """The reply on its way out: errors are put into the client's dialect, and a whole reply marks its turns as delivered."""
+
+    def __init__(self, exchange: Exchange, dialect: Dialect, limit: int, send: Send) -> None:
+        self.exchange, self.dialect, self.limit, self.sink = exchange, dialect, limit, send
+        self.status = 0
+        self.held = b""  # of an error, until it is whole
+        self.started = False
+        self.complete = False
+
+    async def send(self, message: ASGIMessage) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if self.status < 400 and not self.exchange.ended:
+                self.started = True
+                await self.sink(message)
+            return
+        if self.started:
+            await self.pass_on(message)
+            return
+        self.held += message.get("body", b"")
+        if not message.get("more_body"):
+            await self.finish()
+
+    async def pass_on(self, message: ASGIMessage) -> None:
+        if self.complete:
+            return
+        await self.sink(message)
+        if not message.get("more_body"):
+            self.complete = True
+            if not self.exchange.ended:
+                for turn in self.exchange.turns:
+                    self.exchange.session.tree.delivered(turn)
+
+    async def finish(self) -> None:
+        """Sends what is due at the end: an error, unless a reply has begun."""
+        if self.complete or self.started:
+            return
+        self.complete = True
+        if self.exchange.ended:
+            status = 410 if self.exchange.ended == "closed" else 499  # nobody waits for the others any more
+            body = error_body(self.dialect, status, f"this request was ended: {self.exchange.ended}")
+        elif self.exchange.too_long:
+            status, body = 400, too_long_body(self.dialect, self.exchange.too_long, self.limit)
+        else:
+            status, body = self.status or 500, self.translated()
+        await answer(self.sink, status, body)
+
+    def translated(self) -> dict[str, Any]:
+        """The API's error in the client's dialect."""
+        try:
+            whole = json.loads(self.held)
+        except ValueError:
+            whole = {"message": self.held.decode(errors="replace") or "no answer"}
+        error = whole.get("error", whole) if isinstance(whole, dict) else {}
+        message = error.get("message") or error.get("detail") or "no answer" if isinstance(error, dict) else str(error)
+        param = error.get("param") if isinstance(error, dict) else None
+        return error_body(self.dialect, self.status or 500, str(message), param=param)
+
+
+async def answer(send: Send, status: int, body: dict[str, Any] | None) -> None:
+    payload = b"" if body is None else json.dumps(body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers if payload else []})
+    await send({"type": "http.response.body", "body": payload})
+
+
+def header(scope: Scope, name: bytes) -> bytes:
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+def key_of(scope: Scope) -> str:
+    """The key a client sent, in OpenAI's or Anthropic's way."""
+    bearer = header(scope, b"authorization")
+    key = bearer[7:] if bearer[:7].lower() == b"bearer " else header(scope, b"x-api-key")
+    return key.strip().decode(errors="replace")
+
+
+def retried(scope: Scope) -> bool:
+    count = header(scope, RETRY_HEADER)
+    return count.isdigit() and int(count) > 0
