@@ -1,6 +1,6 @@
 """A session's turns as segments: one per leaf of the tree, each sampled id trained at most once over all of them.
 
-A turn shared by several leaves is trained in the latest of them that is not abandoned; in the others it is marked `shared`.
+A turn shared by several leaves is trained in the first of them that is not abandoned; in the others it is marked `shared`.
 A leaf is abandoned when a turn began in a branch beside it after it had ended.
 """
 
@@ -22,8 +22,8 @@ def segments_of(turns: list[SampledTurn], *, train_abandoned: bool) -> list[Segm
     latest = last_begun(turns)
     left = {leaf: abandoned(leaf, turns, latest) for leaf in leaves}
     owner: dict[SampledTurn, SampledTurn] = {}
-    # What the rollout built on before what it left, latest first: the leaf in whose segment a shared turn is trained.
-    for leaf in sorted(leaves, key=lambda leaf: (left[leaf], -leaf.index)):
+    # The leaf in whose segment a shared turn is trained: the first, but one that the rollout built on before one that it left.
+    for leaf in sorted(leaves, key=lambda leaf: (left[leaf], leaf.index)):
         for turn in path(leaf):
             owner.setdefault(turn, leaf)
     out = []

@@ -114,6 +114,7 @@ class TokenTree:
         self.breaks: dict[str, Break] = {}
         self.by_outcome: dict[bytes, list[SampledTurn]] = {}  # digest of history + reply -> finished turns
         self.by_prefix: dict[bytes, SampledTurn] = {}  # digest of any prefix of them -> the latest turn that has it
+        self.replies: set[str] = set()  # canonical
 
     def place(
         self,
@@ -182,7 +183,10 @@ class TokenTree:
             (n for n in range(len(placement.digests) - 1, least, -1) if placement.digests[n] in self.by_prefix), least
         )
         if common == least:
-            return ("" if parent else "start"), ""
+            # A reply of this session after something else than it answered: what came before it was changed.
+            fork = parent is None or parent.children
+            moved = next((m for m in placement.messages[least:] if fork and canonical(m) in self.replies), None)
+            return ("rewrite", canonical(moved)[:120]) if moved else ("" if parent else "start", "")
         turn = self.by_prefix[placement.digests[common]]
         for reason, old, new in zip(
             ("tools", "template_kwargs"), turn.placement.setting, placement.setting, strict=True
@@ -271,6 +275,7 @@ class TokenTree:
             digest = digests([reply], turn.placement.digests[-1])[-1]
             self.by_outcome.setdefault(digest, []).append(turn)
             self.by_prefix[digest] = turn
+            self.replies.add(canonical(reply))
 
     def abort(self, turn: SampledTurn) -> None:
         """Ends a running turn without a reply: it is kept, never continued and not trained. A turn that has ended stays as it is."""

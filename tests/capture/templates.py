@@ -1,0 +1,61 @@
+"""Small chat templates, each with a habit that a token tree must survive, over one byte-level tokenizer with merges."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from molt_ray.capture.template import HfTemplate
+from molt_ray.tiny import CHATML, byte_tokenizer
+
+# Headers without a newline between turns, and content trimmed.
+HEADERS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '|' + (m['content'] | trim) + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant|' }}{% endif %}"
+)
+# No token ends a turn: the next one's opening does, and an assistant's is one that the model samples itself.
+OPENINGS = (
+    "{% for m in messages %}{{ ('<|im_start|>' if m['role'] == 'assistant' else '<|im_end|>') + (m['content'] or '') }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+)
+# Shows thinking only after the last user message, from the field or from the text.
+STRIPS = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% set text = m['content'] or '' %}{% set thought = m['reasoning'] or '' %}"
+    "{% if m['role'] == 'assistant' and '</think>' in text %}"
+    "{% set thought = text.split('</think>')[0].replace('<think>', '') %}{% set text = text.split('</think>')[-1] %}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' and thought and loop.index0 > ns.last %}{{ '<think>' + thought + '</think>' }}{% endif %}"
+    "{{ text + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# The same, and its generation prompt opens the thought.
+OPENS_THOUGHT = STRIPS.replace("{{ '<|im_start|>assistant\\n' }}", "{{ '<|im_start|>assistant\\n<think>' }}")
+# Shows thinking always.
+SHOWS = STRIPS.replace(" and loop.index0 > ns.last", "")
+# Tool calls with a spacing that no model here samples, closed by more than the turn's end.
+CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + (m['content'] or '') }}"
+    "{% for call in m['tool_calls'] or [] %}"
+    "{{ '<tool_call>{ \"name\" :  \"' + call['function']['name'] + '\", \"arguments\" : ' + (call['function']['arguments'] | tojson) + ' }</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# Writes the number of messages at its head: never only appended to.
+COUNTS = "{{ messages | length }}" + CHATML
+
+TEMPLATES = {
+    "chatml": CHATML,
+    "headers": HEADERS,
+    "openings": OPENINGS,
+    "strips": STRIPS,
+    "opens_thought": OPENS_THOUGHT,
+    "shows": SHOWS,
+    "calls": CALLS,
+    "counts": COUNTS,
+}
+
+
+@cache
+def template(name: str) -> HfTemplate:
+    return HfTemplate(byte_tokenizer(), chat_template=TEMPLATES[name])
