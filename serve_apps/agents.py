@@ -13,8 +13,8 @@ from pathlib import Path
 from ray import serve
 from ray.serve.config import AutoscalingConfig
 
-from molt_ray.agents.load import load_runner
 from molt_ray.agents.runners import StepEnvRunner
+from molt_ray.capture.template import HfTemplate
 from molt_ray.config import Config
 from molt_ray.experience import Pack
 from molt_ray.rollout.messages import GroupTask, GroupUpdate
@@ -25,6 +25,7 @@ LOOK_BACK_S = 5.0
 UPSCALE_S = 2.0
 DOWNSCALE_S = 60.0
 DRAIN_POLL_S = 0.2
+HEALTH_S = 2.0  # a worker that died is replaced after about as long; Serve's own 10 s kept groups waiting for 14
 
 
 @serve.deployment(name="AgentWorker", graceful_shutdown_wait_loop_s=DRAIN_POLL_S)
@@ -32,34 +33,42 @@ class AgentWorker:
     """One worker process: loads the agent, and runs groups."""
 
     def __init__(self, config: Config) -> None:
-        self.worker = build_worker(config)
+        self.config = config
+        self.worker = RolloutWorker(config)
+        self.is_env = isinstance(self.worker.runner, StepEnvRunner)
+        if self.is_env:
+            self.worker.template = load_template(config)
 
     async def run_group(self, task: GroupTask) -> AsyncIterator[GroupUpdate | Pack]:
         """Call with `stream=True` over a default handle (molt_ray.rollout.calls.stream_group)."""
+        self.connect()
         async for item in self.worker.run_group(task):
             yield item
+
+    def connect(self) -> None:
+        """Finds the engine or the capture deployment, once. Not at start: a run's applications start side by side."""
+        if self.is_env and self.worker.engine is None:
+            from molt_ray.engine.client import EngineClient
+
+            self.worker.engine = EngineClient(self.config.run.name)
+        if not self.is_env and self.worker.capture is None:
+            from molt_ray.capture.client import CaptureClient
+
+            self.worker.capture = CaptureClient(self.config.run.name)
 
     async def __del__(self) -> None:
         await self.worker.close()
 
 
-def build_worker(config: Config) -> RolloutWorker:
-    """A worker wired to the run's engine (Env) or capture deployment (ChatAgent)."""
-    if isinstance(load_runner(config.train.agent_path), StepEnvRunner):
-        from transformers import AutoTokenizer
+def load_template(config: Config) -> HfTemplate:
+    """The policy's tokenizer and chat template."""
+    from transformers import AutoTokenizer  # 2.4 s that a ChatAgent's worker need not wait
 
-        from molt_ray.capture.template import HfTemplate
-        from molt_ray.engine.client import EngineClient
-
-        file = config.capture.chat_template
-        template = HfTemplate(
-            AutoTokenizer.from_pretrained(config.actor.model_name_or_path),
-            chat_template=Path(file).read_text() if file else None,
-        )
-        return RolloutWorker(config, engine=EngineClient(config.run.name), template=template)
-    from molt_ray.capture.client import CaptureClient
-
-    return RolloutWorker(config, capture=CaptureClient(config.run.name))
+    file = config.capture.chat_template
+    return HfTemplate(
+        AutoTokenizer.from_pretrained(config.actor.model_name_or_path),
+        chat_template=Path(file).read_text() if file else None,
+    )
 
 
 def app(config: Config) -> serve.Application:
@@ -79,6 +88,8 @@ def app(config: Config) -> serve.Application:
         ),
         # Where more workers can come, groups over twice the target wait for one; else every group may start at once.
         max_ongoing_requests=2 * target if scales else 100_000,
+        health_check_period_s=HEALTH_S,
+        max_constructor_retry_count=1,  # an agent file that does not import now will not later
         graceful_shutdown_timeout_s=config.rollout.timeout_s * (1 + config.rollout.max_retries),
         ray_actor_options={"num_cpus": 0.1},
     ).bind(config)
