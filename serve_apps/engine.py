@@ -14,13 +14,15 @@ from ray.serve.config import RequestRouterConfig
 
 from molt_ray.config import Config
 from molt_ray.engine.arguments import cpu_environment
+from molt_ray.engine.last_error import last_error
 from molt_ray.engine.roster import NAMESPACE, SERVE, actor_name
+from molt_ray.resources import ENGINE_CPUS
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
-    from molt_ray.engine.policy_engine import Outcome
+    from molt_ray.engine.policy_engine import Outcome, PolicyEngine
     from molt_ray.engine.protocol import GenerateRequest
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
@@ -32,17 +34,19 @@ class EngineReplica:
 
     async def __init__(self, config: Config, gpu: bool) -> None:
         self.replica_id = serve.get_replica_context().replica_id.unique_id
+        self.engine: PolicyEngine | None = None
         self.roster = ray.get_actor(actor_name(config.run.name), namespace=NAMESPACE)
         try:
             from molt_ray.engine.policy_engine import PolicyEngine  # 8 to 12 s: vllm and torch
 
-            self.engine = PolicyEngine(config, gpu=gpu)
-            await self.engine.start()
-        except BaseException as e:
-            await self.roster.report_failure.remote(self.replica_id, f"{type(e).__name__}: {e}")
+            engine = PolicyEngine(config, gpu=gpu)
+            await engine.start()
+        except Exception as e:
+            await self.roster.report_failure.remote(self.replica_id, f"{type(e).__name__}: {e}{last_error()}")
             raise
-        node = ray.get_runtime_context().get_node_id()
-        if not await self.roster.register.remote(self.replica_id, node, config.vllm.tensor_parallel_size):
+        self.engine = engine
+        actor = ray.get_runtime_context().get_actor_name()
+        if not await self.roster.register.remote(self.replica_id, actor, config.vllm.tensor_parallel_size):
             await self.wait_for_weights()
 
     async def wait_for_weights(self) -> None:
@@ -95,6 +99,10 @@ class EngineReplica:
         except Exception as e:
             return self.replica_id, RuntimeError(f"{type(e).__name__}: {e}")
 
+    async def running(self) -> int:
+        """Requests that are not finished."""
+        return self.engine.llm.get_num_unfinished_requests()
+
     async def ping(self) -> tuple[str, int]:
         return self.replica_id, self.engine.version
 
@@ -115,7 +123,8 @@ class EngineReplica:
         await self.engine.health()
 
     def __del__(self) -> None:
-        self.engine.shutdown()
+        if self.engine is not None:
+            self.engine.shutdown()
 
 
 def app(config: Config, *, gpu: bool) -> serve.Application:
@@ -130,7 +139,7 @@ def app(config: Config, *, gpu: bool) -> serve.Application:
         # A weight load does not run on the replica's loop, but a busy machine may let it wait.
         health_check_period_s=10,
         health_check_timeout_s=max(60.0, config.vllm.sync_timeout_s),
-        max_constructor_retry_count=1,
+        max_constructor_retry_count=3,
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
     )
     if gpu:
@@ -138,7 +147,7 @@ def app(config: Config, *, gpu: bool) -> serve.Application:
         options["ray_actor_options"] = {"num_cpus": 1, "num_gpus": tp}
     else:
         variables = cpu_environment(config.actor.model_name_or_path, tensor_parallel=tp)
-        options["ray_actor_options"] = {"num_cpus": 0.3, "runtime_env": with_variables(variables)}
+        options["ray_actor_options"] = {"num_cpus": ENGINE_CPUS, "runtime_env": with_variables(variables)}
     return EngineReplica.options(**options).bind(config, gpu)
 
 

@@ -12,15 +12,16 @@ from typing import Any, Literal
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from molt_ray.config import Config
 from molt_ray.engine.arguments import check_engine_arguments, sync_backend
 from molt_ray.engine.roster import NAMESPACE, RefitFailed, Roster, RosterActor, actor_name, check_answers, collect
 
 DEPLOYMENT = "PolicyEngine"
+SERVE_NAMESPACE = "serve"  # where Serve names its actors
 POLL_S = 0.2
-GRACE_S = 10.0  # Serve tells a handle of a new replica within a second or two; a member silent for longer is gone
+ACTOR_S = 30.0  # deadline of one small question
 
 
 class EngineStartFailed(RuntimeError):
@@ -101,7 +102,7 @@ class Fleet:
         if self.handle is not None:
             self.handle, handle = None, self.handle
             await asyncio.wait_for(
-                handle.broadcast("control", "abort_all", {}).results_async(return_exceptions=True), GRACE_S
+                handle.broadcast("control", "abort_all", {}).results_async(return_exceptions=True), ACTOR_S
             )
         if self.actor is not None:
             await asyncio.to_thread(serve.delete, self.app)
@@ -134,7 +135,8 @@ class Fleet:
             raise RefitFailed(f"published is version {roster.version}, but {wrong} resumed")
         return {"resume": time.perf_counter() - started}
 
-    def sender_arguments(self) -> dict[str, Any]:
+    @property
+    def sender_args(self) -> dict[str, Any]:
         """Keyword arguments of the WeightSender that trainer rank 0 makes."""
         return dict(
             backend=sync_backend(self.config, gpu=self.gpu),
@@ -145,32 +147,43 @@ class Fleet:
     # ---- who is there ----
 
     async def roster(self) -> Roster:
-        return await asyncio.wait_for(self.actor.view.remote(), GRACE_S)
+        return await asyncio.wait_for(self.actor.view.remote(), ACTOR_S)
 
     async def control(self, method: str, **arguments: Any) -> dict[str, int]:
         """Has every serving engine do `method`; the versions that they hold. Raises RefitFailed unless all answer."""
-        results = await asyncio.wait_for(
-            self.handle.broadcast("control", method, arguments).results_async(return_exceptions=True),
-            self.config.vllm.sync_timeout_s,
-        )
-        answers = collect(results)
-        check_answers((await self.roster()).serving(), answers, method)
+        serving = (await self.roster()).serving()
+        answers: dict[str, int] = {}
+        if serving:  # after a crash of all engines there are only some that wait
+            results = await asyncio.wait_for(
+                self.handle.broadcast("control", method, arguments).results_async(return_exceptions=True),
+                self.config.vllm.sync_timeout_s,
+            )
+            answers = collect(results)
+        check_answers(serving, answers, method)
         return answers
 
     async def settle(self) -> Roster:
-        """The roster, after members that no longer answer were struck off. Raises RefitFailed when no engine is left."""
-        deadline = time.monotonic() + GRACE_S
+        """The roster, once those that died are struck off and all others that serve answer.
+
+        Raises RefitFailed when no engine is left, or one lives and yet cannot be reached for `vllm.sync_timeout_s`.
+        """
+        deadline = time.monotonic() + self.config.vllm.sync_timeout_s
         while True:
             roster = await self.roster()
-            silent = set(roster.serving()) - set(await self.answering())
+            dead = [name for name, member in roster.members.items() if not alive(member.actor)]
+            if dead:
+                await asyncio.wait_for(self.actor.remove.remote(dead), ACTOR_S)
+                continue
+            if not roster.members:
+                raise RefitFailed(
+                    f"no engine is left; {' '.join(roster.failures[-1:]) or 'see the logs of PolicyEngine'}"
+                )
+            silent = set(roster.serving()) - set(await self.answering()) if roster.serving() else set()
             if not silent:
-                break
+                return roster
             if time.monotonic() > deadline:
-                await asyncio.wait_for(self.actor.remove.remote(sorted(silent)), GRACE_S)
+                raise RefitFailed(f"engines {sorted(silent)} live, but Serve does not reach them")
             await asyncio.sleep(POLL_S)
-        if not roster.members:
-            raise RefitFailed("no engine is left")
-        return roster
 
     async def answering(self) -> list[str]:
         """Ids of the replicas that Serve reaches now."""
@@ -178,6 +191,15 @@ class Fleet:
             results = await asyncio.wait_for(
                 self.handle.broadcast("ping").results_async(return_exceptions=True), self.config.vllm.sync_timeout_s
             )
-        except (RayActorError, serve.exceptions.DeploymentUnavailableError):
+        except DeploymentUnavailableError:  # none at all
             return []
         return [result[0] for result in results if not isinstance(result, Exception)]
+
+
+def alive(actor: str) -> bool:
+    """Whether Serve's actor of that name exists: Ray forgets the name when it dies."""
+    try:
+        ray.get_actor(actor, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return False
+    return True

@@ -88,9 +88,9 @@ class PolicyEngine:
         """One call. Raises ContextTooLong, or EngineError for a request that vLLM refuses. Cancelling it aborts it in the engine."""
         try:
             params = self.sampling_params(request)
-        except (TypeError, ValueError) as e:
-            if isinstance(e, ContextTooLong):
-                raise
+        except ContextTooLong:
+            raise
+        except Exception as e:  # vLLM's validation errors have no common base that is public
             raise EngineError(f"sampling {request.sampling}: {e}") from e
         output: RequestOutput | None = None
         try:

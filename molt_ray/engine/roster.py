@@ -29,7 +29,7 @@ class Member:
     """One engine replica."""
 
     replica_id: str
-    node: str
+    actor: str  # name of its Ray actor, in Serve's namespace
     workers: int  # ranks that it has in the transfer group: its tensor-parallel size
     serving: bool
     version: int
@@ -57,10 +57,10 @@ class Roster:
     failures: list[str] = field(default_factory=list)  # engines that died at start, in their own words
     losses: int = 0
 
-    def register(self, replica_id: str, node: str, workers: int) -> bool:
+    def register(self, replica_id: str, actor: str, workers: int) -> bool:
         """Takes a started replica in. True: it may serve; False: it must wait for the next refit."""
         current = self.version == 0 and self.updating is None  # it holds the checkpoint's weights, version 0
-        self.members[replica_id] = Member(replica_id, node, workers, serving=current, version=0)
+        self.members[replica_id] = Member(replica_id, actor, workers, serving=current, version=0)
         return current
 
     def serving(self) -> list[str]:
@@ -134,9 +134,9 @@ class RosterActor:
 
     # ---- for engine replicas ----
 
-    async def register(self, replica_id: str, node: str, workers: int) -> bool:
+    async def register(self, replica_id: str, actor: str, workers: int) -> bool:
         self.calls[replica_id] = asyncio.Queue()
-        return self.roster.register(replica_id, node, workers)
+        return self.roster.register(replica_id, actor, workers)
 
     async def report_failure(self, replica_id: str, error: str) -> None:
         """An engine could not start."""

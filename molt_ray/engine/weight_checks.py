@@ -40,18 +40,24 @@ class LoadCount:
         self.tied = tied
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Hands `weights` to the model. Raises ValueError for a name that it has no use for."""
+        """Hands `weights` to the model. Raises ValueError for a name that it has no use for, or a tensor that does not fit."""
         used: dict[str, bool] = {}
+        current = ""
         with CopyWatch() as watch:
 
             def stream():
+                nonlocal current
                 # The model pulls the next tensor when it is done with the last, so a copy in between belongs to that one.
-                for name, tensor in weights:
+                for current, tensor in weights:
                     watch.copied = False
-                    yield name, tensor
-                    used[name] = watch.copied
+                    yield current, tensor
+                    used[current] = watch.copied
 
-            self.model.load_weights(stream())
+            try:
+                self.model.load_weights(stream())
+            except Exception as e:
+                shape = tuple(dict(weights)[current].shape) if current else ()
+                raise ValueError(f"the engine cannot load {current} {shape}: {type(e).__name__} {e}") from e
         names = [name for name, _ in weights]
         ignored = [name for name in names if not used.get(name, False) and not self.tied_head(name)]
         # A model that collects all tensors before it loads the first shows all copies at the last; `check_complete` still holds.
@@ -110,12 +116,7 @@ def reset_moe_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
         return []
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    methods = {
-        id(layer.quant_method): layer.quant_method
-        for layer in model.modules()
-        if isinstance(vars(layer).get("quant_method"), UnquantizedFusedMoEMethod)
-    }
-    kernels = [(method, method.moe_kernel) for method in methods.values()]
+    kernels = [(m, m.moe_kernel) for m in model.modules() if isinstance(m, UnquantizedFusedMoEMethod)]
     for method, _ in kernels:
         method.moe_kernel = None
     return kernels
