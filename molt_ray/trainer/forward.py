@@ -161,11 +161,15 @@ def attention(config: Config, device: torch.device) -> str:
 
 
 def checked_config(config: Config) -> PretrainedConfig:
-    """The model's configuration without dropout. Raises ConfigError when packing was asked for and the model cannot."""
+    """The model's configuration without dropout. Raises ConfigError when the layout asked for does not suit the model."""
     model_config = AutoConfig.from_pretrained(config.actor.model_name_or_path)
     text = model_config.get_text_config()
-    kinds = set(text.layer_types or []) if "layer_types" in text.to_dict() else set()
-    recurrent = {kind for kind in kinds if not kind.endswith("attention") or kind == "linear_attention"}
+    options = text.to_dict()
+    for name in ("vocab_size", "num_attention_heads", "num_key_value_heads"):
+        if (size := options.get(name, 0)) % config.fsdp.tp_size:
+            raise ConfigError(f"--fsdp.tp_size {config.fsdp.tp_size}: must divide the model's {name} {size}")
+    kinds = set(options.get("layer_types") or [])
+    recurrent = {kind for kind in kinds if kind == "linear_attention" or not kind.endswith("attention")}
     if config.fsdp.packing_samples and recurrent:
         raise ConfigError(
             f"--fsdp.packing_samples True: layers of type {sorted(recurrent)} carry state from one segment into the next; "

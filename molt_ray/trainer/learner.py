@@ -69,7 +69,11 @@ class Learner:
         tally.top("time_update", time.perf_counter() - updating)
         tally.top("time_train", time.perf_counter() - started)
         metrics = self.metrics(plan, tally)
-        return metrics | {"actor_lr": rate, "actor_grad_norm": sum(norms) / max(1, len(norms)), "skipped_updates": skipped}
+        return metrics | {
+            "actor_lr": rate,
+            "actor_grad_norm": sum(norms) / max(1, len(norms)),
+            "skipped_updates": skipped,
+        }
 
     def old_logprobs(
         self, plan: StepPlan, batches: list[list[MicroBatch]], tally: Tally

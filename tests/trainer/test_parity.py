@@ -1,0 +1,131 @@
+"""The update is the same however the batch is split: data-parallel size, accumulation, layout, tensor parallelism."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import deal, largest_difference, make_config, make_experiences, parameters, run_ranks
+
+from molt_ray.config import Config
+
+TOLERANCE = 1e-6
+SEGMENTS = 7  # odd, so that a rank of several has fewer microbatches and runs a dummy
+
+
+def train_once(mesh: Any, config: Config, accumulation: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    from molt_ray.trainer.learner import Learner
+
+    learner = Learner(config, mesh, None)
+    plan, samples = deal(*make_experiences(SEGMENTS), mesh.dp_size, accumulation)
+    metrics = learner.train(plan, samples[mesh.dp_rank])
+    return parameters(learner), metrics
+
+
+def every_split(mesh: Any, model: Path) -> dict[tuple[int, bool], Any]:
+    return {
+        (accumulation, packed): train_once(mesh, make_config(model, fsdp__packing_samples=packed), accumulation)
+        for accumulation, packed in product((1, 2), (False, True))
+    }
+
+
+def one_split(mesh: Any, config: Config) -> Any:
+    return train_once(mesh, config, 2)
+
+
+def reference_step(config: Config) -> dict[str, np.ndarray]:
+    """The same step written out: full logits, one segment at a time, torch's own clipping and AdamW."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(config.actor.model_name_or_path, dtype=torch.float32)
+    experiences, values = make_experiences(SEGMENTS)
+    total = sum(e.row.action_tokens for e in experiences)
+    flat = np.concatenate([np.full(e.row.action_tokens, v) for e, v in zip(experiences, values, strict=True)])
+    loss = torch.zeros(())
+    for experience, value in zip(experiences, values, strict=True):
+        columns = experience.heavy["tokens"]
+        ids = torch.tensor(columns["token_ids"]).long()
+        at = torch.tensor(np.flatnonzero(columns["action_mask"]))
+        logits = model(ids[None]).logits[0, at - 1] / torch.tensor(columns["temperatures"])[at, None]
+        logp = logits.log_softmax(-1)
+        chosen = logp.gather(-1, ids[at, None])[:, 0]
+        weight = (chosen.detach() - torch.tensor(columns["logprobs"])[at]).exp().clamp(max=5.0)
+        advantage = (value - flat.mean()) / flat.std()
+        ratio = (chosen - chosen.detach()).exp()
+        entropy = -(logp.exp() * logp).sum(-1)
+        loss = loss + (-(ratio * advantage) * weight - config.actor.entropy_coef * entropy).sum() / total
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), config.actor.max_norm)
+    adam = config.actor.adam
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": adam.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps).step()
+    return {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def updated(models: dict[str, Path]) -> dict[str, np.ndarray]:
+    return in_child(reference_step, make_config(models["dense"]))
+
+
+def in_child(work: Any, *args: Any) -> Any:
+    """Runs in a rank process: a backward pass in this one would spoil it for tests that fork."""
+    return run_ranks(without_mesh, 1, work, *args)[0]
+
+
+def without_mesh(mesh: Any, work: Any, *args: Any) -> Any:
+    return work(*args)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_same_update_for_any_world_accumulation_and_layout(
+    world: int, models: dict[str, Path], updated: dict[str, np.ndarray]
+) -> None:
+    answers = run_ranks(every_split, world, models["dense"])
+    for split, (weights, metrics) in answers[0].items():
+        assert largest_difference(weights, updated) <= TOLERANCE, split
+        assert metrics["skipped_updates"] == 0
+        assert metrics == pytest.approx(answers[-1][split][1]), "ranks report different metrics"
+
+
+@pytest.mark.parametrize("kind", ["tied", "moe"])
+def test_same_update_of_other_models_at_one_and_two_ranks(kind: str, models: dict[str, Path]) -> None:
+    config = make_config(models[kind])
+    alone, two = (run_ranks(one_split, world, config)[0][0] for world in (1, 2))
+    assert largest_difference(alone, two) <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def divisible(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny models again, with two key-value heads, so that two tensor-parallel ranks can have one each."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folders = {}
+    for kind in ("dense", "tied", "moe"):
+        folders[kind] = tmp_path_factory.mktemp(kind)
+        model_config = AutoConfig.from_pretrained(models[kind])
+        model_config.num_key_value_heads = 2
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).save_pretrained(folders[kind])
+    return folders
+
+
+@pytest.mark.parametrize(("kind", "world"), [("dense", 2), ("dense", 4), ("tied", 2), ("moe", 4)])
+def test_tensor_parallel_makes_the_same_update(kind: str, world: int, divisible: dict[str, Path]) -> None:
+    """Under accumulation. The mixture-of-experts model has per-head norms, whose gradients transformers sums once too often then."""
+    alone = run_ranks(one_split, 1, make_config(divisible[kind]))[0]
+    split = run_ranks(one_split, world, make_config(divisible[kind], fsdp__tp_size=2), tp=2)[0]
+    assert largest_difference(alone[0], split[0]) <= TOLERANCE
+    assert alone[1]["entropy"] == pytest.approx(split[1]["entropy"], rel=1e-5)
+
+
+def test_tensor_parallel_size_that_does_not_divide_the_heads_is_refused(models: dict[str, Path]) -> None:
+    with pytest.raises(RuntimeError, match=r"--fsdp.tp_size 2: must divide the model's num_key_value_heads 1"):
+        run_ranks(one_split, 2, make_config(models["dense"], fsdp__tp_size=2), tp=2)
