@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
@@ -200,6 +201,7 @@ def load_policy(config: Config, mesh: Mesh) -> PreTrainedModel:
     )
     if mesh.dp_size == 1:
         shard_alone(model, mesh, layout)
+    own_shards(model)
     own = own_logprobs(model, mesh)
     model.forward = types.MethodType(scored_forward, model)
     head = model.get_output_embeddings()
@@ -221,6 +223,23 @@ def shard_alone(model: PreTrainedModel, mesh: Mesh, layout: DistributedConfig) -
         setattr(model.get_submodule(parent), name, torch.nn.Parameter(model.get_parameter(alias).detach().clone()))
     model.config.distributed_config = layout
     apply_fully_sharded_data_parallelism(model, mesh.both)
+    model.tie_weights()
+
+
+@torch.no_grad()
+def own_shards(model: PreTrainedModel) -> None:
+    """Gives each rank's shards storage of their own, in place, before the first forward pass (FSDP looks at its parameters anew there).
+
+    As loaded they are views on the whole tensor from rank 1 on: that keeps it in memory, and the staging of a checkpoint
+    fails on a DTensor with an offset ("copy_() on an invalid python storage").
+    """
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                shard = parameter.to_local().clone()
+                layout = (parameter.device_mesh, parameter.placements)
+                whole = DTensor.from_local(shard, *layout, shape=parameter.shape, stride=parameter.stride())
+                setattr(module, name, torch.nn.Parameter(whole, requires_grad=parameter.requires_grad))
     model.tie_weights()
 
 

@@ -149,7 +149,7 @@ def parameters(learner: Any) -> dict[str, np.ndarray]:
     """Every parameter whole, by its checkpoint name; gathered by all ranks."""
     from molt_ray.trainer.weights import CheckpointWeights
 
-    return {name: tensor.numpy() for name, tensor in CheckpointWeights(learner.model, learner.dtype)}
+    return {name: tensor.numpy().copy() for name, tensor in CheckpointWeights(learner.model, learner.dtype)}
 
 
 def largest_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
