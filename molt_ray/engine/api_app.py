@@ -35,7 +35,7 @@ from molt_ray.capture.gate import EXCHANGE, SessionGate
 from molt_ray.capture.sampling import NEUTRAL
 from molt_ray.capture.session import Exchange, Sessions
 from molt_ray.capture.tree import SampledTurn
-from molt_ray.config import Config
+from molt_ray.config import Config, ConfigError
 
 MODEL_NAME = "policy"
 END_WAIT_S = 10.0  # for a replaced request to let go of its turns
@@ -56,6 +56,11 @@ async def build_gate(config: Config, sessions: Sessions, stream: Stream) -> Sess
     app = build_app(args, ("generate",), client.model_config)
     await init_app_state(client, app.state, args, ("generate",))
     renderer = app.state.online_renderer
+    if renderer.use_harmony:
+        raise ConfigError(
+            f"--actor.model_name_or_path {args.model}: vLLM renders this family's chats by its harmony library, not by a chat "
+            "template, which capture cannot follow; use an Env agent"
+        )
     renderer.__class__ = CaptureRenderer  # built deep inside init_app_state, and shared by all handlers from there
     client.attach(renderer)
     return SessionGate(app, sessions, limit=config.data.max_len)
@@ -356,6 +361,9 @@ class Recording:
     def __init__(self, exchange: Exchange, params: SamplingParams, reply_of: Callable[..., dict[str, Any]]) -> None:
         self.exchange, self.params, self.reply_of = exchange, params, reply_of
         tree, settings = exchange.session.tree, sampling_settings(params)
+        if (parent := exchange.placement.parent) is not None:
+            # A client that goes on from a reply asks for it no more: a long session would keep all its log-prob objects.
+            exchange.session.outcomes.pop(parent.request_key, None)
         temperature = params.temperature
         turns = [
             tree.begin(

@@ -450,3 +450,42 @@ async def test_raw_completions_go_on_where_their_ids_begin_with_a_turn(endpoint)
     (segment,) = session.tree.segments()
     assert segment.token_ids.tolist() == more + session.tree.turns[1].token_ids
     assert segment.action_mask.sum() == sum(len(t.token_ids) for t in session.tree.turns)
+
+
+SHAPES = [
+    [USER],
+    [{"role": "system", "content": "be brief"}, USER, {"role": "assistant", "content": "x", "tool_calls": None}, USER],
+    [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}],
+    [
+        USER,
+        {
+            "role": "assistant",
+            "content": "see",
+            "reasoning": "hm",
+            "tool_calls": [
+                {
+                    "id": "c",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"town":  "x", "n": [1]}'},
+                },
+                {"id": "d", "type": "function", "function": {"name": "weather", "arguments": "not json"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "fine"}]},
+        {"role": "tool", "tool_call_id": "d", "content": ""},
+    ],
+]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS, [{"type": "function", "function": {"name": "bare"}}]])
+@pytest.mark.parametrize("messages", SHAPES, ids=range(len(SHAPES)))
+async def test_an_env_s_template_gives_the_ids_of_the_endpoint(endpoint, messages, tools):
+    from molt_ray.capture.template import HfTemplate
+    from molt_ray.capture.tree import TokenTree
+
+    session = endpoint.open()
+    endpoint.stream.replies = ["fine"]
+    given = {"tools": tools} if tools else {}
+    await endpoint.openai(session).chat.completions.create(model="policy", messages=messages, **given)
+    placement = TokenTree().place(messages, tools, HfTemplate(endpoint.tokenizer))
+    assert placement.prompt_ids == endpoint.stream.prompts[0]
