@@ -91,5 +91,6 @@ def app(config: Config) -> serve.Application:
         health_check_period_s=HEALTH_S,
         max_constructor_retry_count=1,  # an agent file that does not import now will not later
         graceful_shutdown_timeout_s=config.rollout.timeout_s * (1 + config.rollout.max_retries),
+        logging_config={"enable_access_log": False},
         ray_actor_options={"num_cpus": 0.1},
     ).bind(config)

@@ -70,7 +70,6 @@ class Outcome:
     turn_rewards: list[float]
     info: dict[str, float] = field(default_factory=dict)
     truncated: bool = False
-    engine_s: float = 0.0  # seconds spent in model calls, where known
 
 
 def last_user_text(messages: Messages) -> str:

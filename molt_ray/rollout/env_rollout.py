@@ -7,7 +7,6 @@ first prompt leaves no room for a reply fails.
 
 from __future__ import annotations
 
-import time
 import traceback
 from typing import Any
 
@@ -61,7 +60,6 @@ class EnvRollout:
         self.info: dict[str, float] = {}
         self.score: float | None = None
         self.truncated = False
-        self.engine_s = 0.0
 
     async def reset(self) -> None:
         """Lets the Env change the first observation (the prompt's last user message), the messages or anything of its own."""
@@ -126,14 +124,12 @@ class EnvRollout:
         request = GenerateRequest(
             f"{self.attempt.rollout_id}.{self.attempt.number}.{number}", placement.prompt_ids, sampling, text=False
         )
-        started = time.perf_counter()
         try:
             generation = await self.engine.generate(request, group_id=self.attempt.task.group_id)
         except ContextTooLong as e:
             raise RolloutFailed("context_too_long", str(e)) from e
         except Exception as e:
             raise RolloutFailed("engine_error", traceback.format_exc()) from e
-        self.engine_s += time.perf_counter() - started
         if generation.finish_reason not in ("stop", "length"):
             raise RolloutFailed("engine_error", f"the engine ended the turn with {generation.finish_reason!r}")
         turn.extend(generation.token_ids, generation.logprobs)
@@ -203,7 +199,6 @@ class EnvRollout:
             turn_rewards=self.turn_rewards,
             info=self.info,
             truncated=self.truncated,
-            engine_s=self.engine_s,
         )
 
 

@@ -73,7 +73,7 @@ class RolloutWorker:
                     for item in group.flush(finished=False):
                         yield item
         finally:
-            await end_all(waiting)
+            await end_all(waiting, 2 * CANCEL_S)  # each of them may itself wait that long once
         for item in group.flush(finished=True):
             yield item
 
@@ -189,21 +189,21 @@ async def within(timeout_s: float, work: Coroutine[Any, Any, Outcome]) -> Outcom
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
     except asyncio.CancelledError:
-        await end_all({task})
+        await end_all({task}, CANCEL_S)
         raise
     if not done:
-        await end_all({task})
+        await end_all({task}, CANCEL_S)
         raise RolloutFailed("timeout", f"not finished after {timeout_s} s")
     if task.cancelled():
         raise RolloutFailed("agent_error", "the agent cancelled its own task")
     return task.result()
 
 
-async def end_all(tasks: set[asyncio.Task]) -> None:
-    """Cancels `tasks` and gives them CANCEL_S to end."""
+async def end_all(tasks: set[asyncio.Task], patience_s: float) -> None:
+    """Cancels `tasks` and gives them `patience_s` to end."""
     for task in tasks:
         task.cancel()
     if tasks:
-        _, left = await asyncio.wait(tasks, timeout=CANCEL_S)
+        _, left = await asyncio.wait(tasks, timeout=patience_s)
         for task in left:
-            log.error("user code ignored its cancellation for %s s and was left behind: %r", CANCEL_S, task)
+            log.error("user code ignored its cancellation for %g s and is left behind: %r", patience_s, task)

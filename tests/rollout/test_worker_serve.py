@@ -63,13 +63,13 @@ class FakeEngine:
         return self.asked, self.aborted
 
 
-def config_of(agent: Path, model: Path, name: str = RUN) -> Config:
+def config_of(agent: Path, model: Path, name: str = RUN, **rollout: int) -> Config:
     return Config(
         run={"name": name},
         actor={"model_name_or_path": str(model)},
         train={"agent_path": str(agent)},
         data={"max_len": LONG + 100},
-        rollout={"timeout_s": WAIT_S},
+        rollout={"timeout_s": WAIT_S, **rollout},
     )
 
 
@@ -171,3 +171,21 @@ async def test_a_broken_agent_fails_the_deployment_with_its_error(cluster, tmp_p
     deploy({"broken-agents": app(config_of(broken, models["last_digit"], "broken"))}, routes={})
     with pytest.raises(DeployError, match="broken as the user wrote it"):
         await wait_running("broken-agents", WAIT_S)
+
+
+async def test_serve_adds_workers_while_there_are_more_groups_than_they_are_meant_for(handle, agent, models):
+    scaled = app(config_of(agent, models["last_digit"], num_runners=1, max_runners=2, groups_per_runner=1))
+    deploy({"scaled-agents": scaled}, routes={})
+    await wait_running("scaled-agents", WAIT_S)
+    workers = serve.get_deployment_handle("AgentWorker", "scaled-agents")
+    calls = [asyncio.create_task(consume(workers, GroupTask(f"hang-s{i}", 5, "427", n=1))) for i in range(4)]
+
+    async def two_run() -> bool:
+        return (
+            serve.status().applications["scaled-agents"].deployments["AgentWorker"].replica_states.get("RUNNING") == 2
+        )
+
+    await until(two_run)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
