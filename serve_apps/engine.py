@@ -137,7 +137,7 @@ def app(config: Config, *, gpu: bool) -> serve.Application:
         graceful_shutdown_wait_loop_s=0.1,
         logging_config={"enable_access_log": False},  # a line a call otherwise
         # A weight load does not run on the replica's loop, but a busy machine may let it wait.
-        health_check_period_s=10,
+        health_check_period_s=2,  # three misses and a dead engine is replaced; its calls fail at once
         health_check_timeout_s=max(60.0, config.vllm.sync_timeout_s),
         max_constructor_retry_count=3,
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray import serve
 
-from molt_ray.engine.protocol import EngineError, GenerateRequest, Generation
+from molt_ray.engine.protocol import MESSAGE_TOKENS, EngineError, GenerateRequest, Generation
 
 DEPLOYMENT = "PolicyEngine"
 
@@ -51,8 +51,17 @@ class EngineClient:
             raise EngineError(f"request {request.request_id}: no answer within {self.timeout_s} s") from None
 
     def flush(self, group_id: str) -> None:
-        """Sends what the group has asked for in this turn of the loop."""
-        batch = [pending for pending in self.waiting.pop(group_id) if not pending.future.done()]
+        """Sends what the group has asked for in this turn of the loop, as one call unless the prompts are very long."""
+        batch: list[Pending] = []
+        tokens = 0
+        for pending in self.waiting.pop(group_id):
+            if pending.future.done():
+                continue
+            if batch and tokens + len(pending.request.prompt_ids) > MESSAGE_TOKENS:
+                self.spawn(self.call(batch, group_id))
+                batch, tokens = [], 0
+            batch.append(pending)
+            tokens += len(pending.request.prompt_ids)
         if batch:
             self.spawn(self.call(batch, group_id))
 

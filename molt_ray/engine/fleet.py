@@ -7,6 +7,7 @@ replicas that died are struck off the roster before, never during, a refit; afte
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from molt_ray.config import Config
 from molt_ray.engine.arguments import check_engine_arguments, sync_backend
 from molt_ray.engine.roster import NAMESPACE, RefitFailed, Roster, RosterActor, actor_name, check_answers, collect
+
+logger = logging.getLogger(__name__)
 
 DEPLOYMENT = "PolicyEngine"
 SERVE_NAMESPACE = "serve"  # where Serve names its actors
@@ -45,6 +48,7 @@ class Fleet:
 
         Raises ConfigError for a bad option; EngineStartFailed when an engine dies, or after `vllm.start_timeout_s`.
         """
+        from serve_apps.deploy import deploy
         from serve_apps.engine import app
 
         started = time.monotonic()
@@ -58,13 +62,7 @@ class Fleet:
             .options(name=actor_name(self.config.run.name), namespace=NAMESPACE, num_cpus=0)
             .remote()
         )
-        target = serve.RunTarget(app(self.config, gpu=self.gpu), name=self.app, route_prefix=None)
-        await asyncio.to_thread(
-            serve.run_many,
-            [target],
-            wait_for_ingress_deployment_creation=False,
-            wait_for_applications_running=False,
-        )
+        await asyncio.to_thread(deploy, {self.app: app(self.config, gpu=self.gpu)}, {})
         try:
             await self.wait_started(started + self.config.vllm.start_timeout_s)
         except BaseException:
@@ -99,15 +97,19 @@ class Fleet:
 
     async def stop(self) -> None:
         """Aborts what runs and deletes the application. Safe at any time, also twice."""
-        if self.handle is not None:
-            self.handle, handle = None, self.handle
-            await asyncio.wait_for(
-                handle.broadcast("control", "abort_all", {}).results_async(return_exceptions=True), ACTOR_S
-            )
-        if self.actor is not None:
-            await asyncio.to_thread(serve.delete, self.app)
-            ray.kill(self.actor)
-            self.actor = None
+        handle, self.handle = self.handle, None
+        try:
+            if handle is not None:
+                await asyncio.wait_for(
+                    handle.broadcast("control", "abort_all", {}).results_async(return_exceptions=True), ACTOR_S
+                )
+        except (TimeoutError, DeploymentUnavailableError) as e:
+            logger.warning("engines did not answer before they were deleted: %r", e)
+        finally:
+            if self.actor is not None:
+                await asyncio.to_thread(serve.delete, self.app)
+                ray.kill(self.actor)
+                self.actor = None
 
     # ---- around a refit ----
 
@@ -118,7 +120,8 @@ class Fleet:
         """
         started = time.perf_counter()
         await self.settle()
-        await self.control("pause", mode=mode)
+        limit = self.config.rollout.timeout_s if mode == "wait" else self.config.vllm.sync_timeout_s
+        await self.control("pause", limit, mode=mode)
         return {"pause": time.perf_counter() - started}
 
     async def resume(self) -> dict[str, float]:
@@ -129,7 +132,7 @@ class Fleet:
             raise RefitFailed(
                 f"the refit to version {roster.updating} did not finish, so engines may hold mixed weights: refit again before resuming"
             )
-        versions = await self.control("resume")
+        versions = await self.control("resume", self.config.vllm.sync_timeout_s)
         wrong = {name: version for name, version in versions.items() if version != roster.version}
         if wrong:
             raise RefitFailed(f"published is version {roster.version}, but {wrong} resumed")
@@ -149,16 +152,16 @@ class Fleet:
     async def roster(self) -> Roster:
         return await asyncio.wait_for(self.actor.view.remote(), ACTOR_S)
 
-    async def control(self, method: str, **arguments: Any) -> dict[str, int]:
-        """Has every serving engine do `method`; the versions that they hold. Raises RefitFailed unless all answer."""
+    async def control(self, method: str, timeout_s: float, **arguments: Any) -> dict[str, int]:
+        """Has every serving engine do `method`; the versions that they hold. Raises RefitFailed unless all answer in time."""
         serving = (await self.roster()).serving()
         answers: dict[str, int] = {}
         if serving:  # after a crash of all engines there are only some that wait
-            results = await asyncio.wait_for(
-                self.handle.broadcast("control", method, arguments).results_async(return_exceptions=True),
-                self.config.vllm.sync_timeout_s,
-            )
-            answers = collect(results)
+            call = self.handle.broadcast("control", method, arguments)
+            try:
+                answers = collect(await asyncio.wait_for(call.results_async(return_exceptions=True), timeout_s))
+            except (TimeoutError, DeploymentUnavailableError) as e:
+                raise RefitFailed(f"{method}: not all of {serving} answered within {timeout_s:g} s: {e!r}") from e
         check_answers(serving, answers, method)
         return answers
 
@@ -191,7 +194,7 @@ class Fleet:
             results = await asyncio.wait_for(
                 self.handle.broadcast("ping").results_async(return_exceptions=True), self.config.vllm.sync_timeout_s
             )
-        except DeploymentUnavailableError:  # none at all
+        except (TimeoutError, DeploymentUnavailableError):
             return []
         return [result[0] for result in results if not isinstance(result, Exception)]
 

@@ -8,7 +8,7 @@ is aborted in the engine; the version is published only after a finished update.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from molt_ray.config import Config
 from molt_ray.engine.arguments import engine_arguments, kv_cache_bytes
-from molt_ray.engine.protocol import ContextTooLong, EngineError, GenerateRequest, Generation
+from molt_ray.engine.protocol import MESSAGE_TOKENS, ContextTooLong, EngineError, GenerateRequest, Generation
 
 STREAM_INTERVAL_S = (
     0.05  # a token stream costs 0.2 ms an item on the way to its reader; 20 items a second are smooth enough
@@ -122,7 +122,8 @@ class PolicyEngine:
         try:
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                yield [(tasks[task], task.result()) for task in done]
+                for items in messages([(tasks[task], task.result()) for task in done]):
+                    yield items
         finally:
             for task in pending:
                 task.cancel()
@@ -187,6 +188,21 @@ class PolicyEngine:
         """Puts the new weights into use; tokens sampled from now on carry `version`."""
         await self.llm.finish_weight_update(weight_version=str(version))
         self.version = version
+
+
+def messages(items: list[tuple[int, Outcome]]) -> Iterator[list[tuple[int, Outcome]]]:
+    """The items in lists that each fit one message of the transport."""
+    message: list[tuple[int, Outcome]] = []
+    tokens = 0
+    for index, outcome in items:
+        size = len(outcome.token_ids) if isinstance(outcome, Generation) else 0
+        if message and tokens + size > MESSAGE_TOKENS:
+            yield message
+            message, tokens = [], 0
+        message.append((index, outcome))
+        tokens += size
+    if message:
+        yield message
 
 
 def generation_of(output: RequestOutput) -> Generation:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+MESSAGE_TOKENS = 150_000  # ids in one message: Serve's gRPC takes 4 MiB, an id with its log-prob 14 bytes
+
 
 class ContextTooLong(ValueError):
     """A prompt that leaves no room for a reply within the engine's max_model_len."""

@@ -121,6 +121,16 @@ async def test_requests_of_one_group_and_moment_are_one_call(fleet: Fleet) -> No
     assert sent == [4, 4, 4]
 
 
+async def test_long_prompts_travel_in_several_calls(fleet: Fleet) -> None:
+    client = EngineClient("fleet", timeout_s=60)
+    sent: list[int] = []
+    call = client.call
+    client.call = lambda batch, group_id: (sent.append(len(batch)), call(batch, group_id))[1]
+    calls = [client.generate(GenerateRequest(str(i), [1] * 60_000), group_id="g") for i in range(5)]
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert sent == [2, 2, 1] and all(isinstance(outcome, ContextTooLong) for outcome in outcomes)
+
+
 async def test_a_group_stays_with_its_replica(fleet: Fleet) -> None:
     """Its prompt is cached where its first turn ran, so every later turn must find it; and both replicas have groups."""
     client = EngineClient("fleet", timeout_s=60)
@@ -161,7 +171,7 @@ async def unfinished(fleet: Fleet) -> int:
 
 async def until(condition: Callable[[], Awaitable[Any]], limit_s: float = 30) -> None:
     async with asyncio.timeout(limit_s):
-        while not await condition():
+        while not await condition():  # noqa: ASYNC110 - another process has no event for us
             await asyncio.sleep(0.02)
 
 
@@ -224,7 +234,11 @@ async def test_after_a_failed_transfer_engines_stay_paused_until_one_succeeds(fl
 async def test_a_replica_that_dies_is_replaced_and_waits_for_the_next_weights(fleet: Fleet, trainer: Any) -> None:
     before = await fleet.roster()
     victim = before.members[before.serving()[0]]
+    client = EngineClient("fleet", timeout_s=200)
+    await fleet.pause("keep")
+    calls = [asyncio.ensure_future(client.generate(request(str(g)), group_id=str(g))) for g in range(16)]
     ray.kill(ray.get_actor(victim.actor, namespace="serve"))
+    await asyncio.wait(calls, timeout=30, return_when=asyncio.FIRST_COMPLETED)  # the dead one's fail at once
 
     async def successor_waits() -> bool:
         return bool((await fleet.roster()).waiting())
@@ -237,6 +251,9 @@ async def test_a_replica_that_dies_is_replaced_and_waits_for_the_next_weights(fl
     after = await fleet.roster()
     assert victim.replica_id not in after.members and len(after.serving()) == 2 and not after.waiting()
     assert after.losses == 1 and {m.version for m in after.members.values()} == {version}
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    finished = [outcome for outcome in outcomes if not isinstance(outcome, EngineError)]
+    assert 0 < len(finished) < 16 and {outcome.version_spans[0][0] for outcome in finished} == {version}
     await until(both_serve)
     assert max(await gaps(fleet, trainer)) < 1e-4
     await refit(fleet, trainer)

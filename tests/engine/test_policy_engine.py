@@ -15,7 +15,8 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
-from molt_ray.engine.protocol import ContextTooLong, EngineError, GenerateRequest
+from molt_ray.engine.policy_engine import messages
+from molt_ray.engine.protocol import ContextTooLong, EngineError, GenerateRequest, Generation
 from tests.engine.reference import Reference, refit
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -123,6 +124,14 @@ async def test_generate_many_answers_each_request_once_and_one_error_spoils_no_o
     assert outcomes.keys() == set(range(40)) and lists < 40
     assert isinstance(outcomes.pop(13), ContextTooLong)
     assert Counter(len(g.token_ids) for g in outcomes.values()) == {1: 8, 2: 8, 3: 8, 4: 7, 5: 8}
+
+
+async def test_answers_are_cut_into_messages_that_the_transport_takes() -> None:
+    long = Generation([1] * 100_000, [-1.0] * 100_000, [(0, 0, 100_000)], "length")
+    short = Generation([1], [-1.0], [(0, 0, 1)], "stop")
+    items = [(0, short), (1, long), (2, long), (3, ContextTooLong(1, 1)), (4, short)]
+    assert [[index for index, _ in message] for message in messages(items)] == [[0, 1], [2, 3, 4]]
+    assert all(len(pickle.dumps(message)) < 4 << 20 for message in messages(items))
 
 
 def unfinished(engine: Any) -> int:
