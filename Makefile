@@ -14,7 +14,7 @@ export PATH
 train: .venv/ready build/last_digit/prompts.jsonl
 	@scripts/head.sh
 	ray job submit --address http://127.0.0.1:8265 --working-dir . --runtime-env-json '{"excludes": [".git", "runs", "docs"]}' -- \
-		$(CURDIR)/.venv/bin/python jobs/train.py --recipe $(RECIPE) --run.name $(RUN) --run.dir $(CURDIR)/runs/$(RUN) $(ARGS)
+		$(CURDIR)/.venv/bin/python jobs/train.py --recipe $(RECIPE) --run.name $(RUN) --root $(CURDIR) $(ARGS)
 
 test: .venv/ready
 	.venv/bin/ruff check .

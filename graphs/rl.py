@@ -214,7 +214,9 @@ async def train(config: Config, form: AgentForm) -> None:
         )
         trainers = TrainerGroup(config, total_optimizer_steps=optimizer_steps(config, len(prompts)))
         fleet = Fleet(config)
-        sweep(config.run.name)
+        with Timer(startup, "serve"):
+            serve.start()  # once, before the parts below race to do it
+            sweep(config.run.name)
         stack.callback(sweep, config.run.name)
         stack.push_async_callback(fleet.stop)
         stack.push_async_callback(trainers.shutdown)
@@ -233,6 +235,7 @@ async def train(config: Config, form: AgentForm) -> None:
             await loop.resume()
         try:
             await loop.run()
+            await trainers.finish_save()
             if not config.ckpt.disable_final_save:
                 with Timer(startup, "export"):
                     await trainers.export(config.ckpt.output_dir)

@@ -6,6 +6,7 @@ anything is split; light rows and references travel, payload bytes do not; order
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,7 +85,13 @@ def plan_step(
 def to_datasets(frames: list[pd.DataFrame]) -> list[ray.data.Dataset]:
     """One materialised data set of one block per rank. References pass through Ray Data untouched: a pandas block with an object
     column is the one form that neither leaks nor re-orders them; an Arrow block would pickle them out of band and pin them."""
+    quiet_data()
+    return [ray.data.from_blocks([frame]) for frame in frames]
+
+
+def quiet_data() -> None:
+    """Keeps Ray Data's bars and its lines per execution out of the run's log."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.enable_auto_log_stats = False
-    return [ray.data.from_blocks([frame]) for frame in frames]
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
