@@ -17,11 +17,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from molt_ray.config import Config
 from molt_ray.handoff import StepPlan
+from molt_ray.resources import TRAINER_CPUS
 from molt_ray.trainer.rank import TrainerRank
 
 PLACEMENT_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 1800.0  # a cold import and a large model from shared storage
-CPUS_PER_RANK = 0.2
 GRACE_S = 2.0  # after one rank's failure, for the others' to arrive: the death of a rank explains theirs
 
 
@@ -36,6 +36,7 @@ class TrainerGroup:
         self.config, self.total_steps = config, total_optimizer_steps
         self.actors: list[Any] = []
         self.placement: PlacementGroup | None = None
+        self.saving = False  # a checkpoint is being written behind the training
 
     @property
     def dp_size(self) -> int:
@@ -45,7 +46,7 @@ class TrainerGroup:
     async def start(self) -> None:
         """Places the actors, joins them and loads the policy on all."""
         on_gpu = ray.cluster_resources().get("GPU", 0) > 0
-        bundle = {"CPU": CPUS_PER_RANK} | ({"GPU": 1} if on_gpu else {})
+        bundle = {"CPU": TRAINER_CPUS} | ({"GPU": 1} if on_gpu else {})
         self.placement = placement_group([bundle] * self.config.world_size, strategy="PACK")
         try:
             await asyncio.wait_for(as_coroutine(self.placement.ready()), PLACEMENT_TIMEOUT_S)
@@ -64,7 +65,7 @@ class TrainerGroup:
             ray.remote(TrainerRank)
             .options(
                 name=self.name(rank),
-                num_cpus=CPUS_PER_RANK,
+                num_cpus=TRAINER_CPUS,
                 num_gpus=1 if on_gpu else 0,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, bundle),
@@ -91,10 +92,12 @@ class TrainerGroup:
     async def save(self, tag: str, client_state: dict[str, Any]) -> None:
         """Takes a checkpoint; returns when the state is staged, the files are written meanwhile. Raises what the save before it raised."""
         await self.call("save", tag, client_state, timeout_s=3 * self.config.fsdp.timeout_s)
+        self.saving = True
 
     async def finish_save(self) -> None:
         """Waits until the last checkpoint is complete."""
         await self.call("finish_save", timeout_s=2 * self.config.fsdp.timeout_s)
+        self.saving = False
 
     async def load(self) -> dict[str, Any] | None:
         """Restores the newest complete checkpoint; its client state, or None when there is none."""
@@ -109,13 +112,17 @@ class TrainerGroup:
         return (await self.call("logprobs", sequences, temperature, timeout_s=2 * self.config.fsdp.timeout_s))[0]
 
     async def shutdown(self) -> None:
-        """Ends all ranks at once and gives their place back. A save under way is lost: call `finish_save` first. Idempotent."""
-        for actor in self.actors:
-            ray.kill(actor)
-        self.actors = []
-        if self.placement is not None:
-            remove_placement_group(self.placement)
-            self.placement = None
+        """Completes a checkpoint under way, ends all ranks and gives their place back. Idempotent. Raises what the checkpoint raised."""
+        try:
+            if self.saving:
+                await self.finish_save()
+        finally:
+            for actor in self.actors:
+                ray.kill(actor)
+            self.actors = []
+            if self.placement is not None:
+                remove_placement_group(self.placement)
+                self.placement = None
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """The answers of all ranks to `method`, by rank."""
@@ -125,6 +132,8 @@ class TrainerGroup:
         """The answers by rank. Raises TrainerError on the first failure or at the deadline."""
         tasks = [asyncio.ensure_future(as_coroutine(ref)) for ref in refs]
         done, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        if pending or any(task.exception() for task in done):
+            self.saving = False  # what the ranks cannot do together any more
         if any(task.exception() for task in done):
             await asyncio.wait(tasks, timeout=GRACE_S)
             raise self.failure(what, {r: e for r, t in enumerate(tasks) if t.done() and (e := t.exception())})

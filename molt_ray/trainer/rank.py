@@ -49,7 +49,7 @@ class TrainerRank:
         from molt_ray.trainer.checkpoint import Checkpoints
         from molt_ray.trainer.learner import Learner
         from molt_ray.trainer.mesh import join
-        from molt_ray.trainer.weights import CheckpointWeights
+        from molt_ray.trainer.weights import CheckpointWeights, SharedIteration
 
         fsdp, world = self.config.fsdp, self.config.world_size
         if self.rank:
@@ -57,6 +57,7 @@ class TrainerRank:
         mesh = join(self.rank, world, self.store, tp_size=fsdp.tp_size, backend=fsdp.backend, timeout_s=fsdp.timeout_s)
         self.learner = Learner(self.config, mesh, self.total_steps)
         self.weights = CheckpointWeights(self.learner.model, self.learner.dtype)
+        self.shared = SharedIteration(self.weights)
         self.checkpoints = Checkpoints(Path(self.config.ckpt.path), self.config.ckpt.max_num, fsdp.timeout_s)
         if self.rank == 0:  # the first refit would wait 4 s and more for this import
             threading.Thread(target=weight_sender_class, daemon=True).start()
@@ -71,14 +72,13 @@ class TrainerRank:
 
     def refit(self, version: int, sender_args: dict[str, Any]) -> dict[str, float]:
         """Sends the weights to the engines as `version`; the sender's timings on rank 0, nothing elsewhere."""
-        from molt_ray.trainer.weights import SharedIteration, follow
+        from molt_ray.trainer.weights import follow
 
         if self.rank:
             follow(self.weights)
             return {}
         try:
             if self.sender is None:
-                self.shared = SharedIteration(self.weights)
                 self.sender = weight_sender_class()(self.shared, **sender_args)
             return self.sender.send(version)
         finally:

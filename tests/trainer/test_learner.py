@@ -122,9 +122,9 @@ def train_on_infinite_weight(mesh: Any, config: Config, plan: StepPlan, samples:
 def test_a_gradient_that_is_not_finite_skips_the_update(models: dict[str, Path]) -> None:
     plan, samples = deal(*make_experiences(4), 2, 1)
     for before, after, metrics in run_ranks(train_on_infinite_weight, 2, make_config(models["dense"]), plan, samples):
-        assert metrics["nonfinite_tokens"] == metrics["action_tokens"] or metrics["skipped_updates"] == 1
+        assert metrics["skipped_updates"] == 1
         for name in before:
-            np.testing.assert_array_equal(before[name], after[name]) if metrics["skipped_updates"] else None
+            np.testing.assert_array_equal(before[name], after[name])
 
 
 @pytest.mark.parametrize(
