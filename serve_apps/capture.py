@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 REAP_S = 1.0
 PIECE = 1 << 20  # bytes of one streamed piece of the segments; gRPC takes up to 4 MiB
+CONNECT_TIMEOUT_S = 10.0
 LETTING_GO_S = 10.0  # for the requests of a closed session to end
 HOP_HEADERS = {"host", "connection", "keep-alive", "transfer-encoding", "upgrade", "content-length"}
 
@@ -60,7 +61,9 @@ class Capture:
         gate = await build_gate(config, self.sessions, self.stream)
         self.server, self.serving = await start(gate, sock)
         self.reaping = asyncio.create_task(self.reap())
-        self.http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        # A forwarded request lasts as long as its generation: only reaching the owner has a deadline.
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        self.http = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
 
     async def open_session(self, meta: dict[str, Any]) -> AsyncIterator[Any]:
         """First where the session is and its key, then, once it was closed, its segments and breaks in pickled pieces."""
@@ -82,7 +85,7 @@ class Capture:
 
     async def stream(
         self, prompt: Any, params: SamplingParams, request_id: str, group_id: str, options: dict[str, Any]
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """One call of the engine that the group is bound to. Closing this iterator aborts it there."""
         outputs = self.engine.options(session_id=group_id).stream.remote(prompt, params, request_id, **options)
         try:

@@ -20,6 +20,7 @@ from molt_ray.experience import Segment
 
 from .tree import Break
 
+OPEN_TIMEOUT_S = 120.0  # a replica may be starting
 CLOSE_TIMEOUT_S = 60.0
 
 
@@ -61,7 +62,7 @@ class CaptureClient:
         items = self.handle.open_session.remote(meta)
         try:
             try:
-                opened = await anext(aiter(items))
+                opened = await asyncio.wait_for(anext(aiter(items)), OPEN_TIMEOUT_S)
             except Exception as e:
                 raise CaptureError(f"no capture session: {type(e).__name__}: {e}") from e
             session = CaptureSession(**opened)
@@ -70,8 +71,7 @@ class CaptureClient:
                 yield session
             finally:
                 lease.cancel()
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self.close(session, items)
+            await self.close(session, items)
         finally:
             items.cancel()
 
@@ -84,12 +84,16 @@ class CaptureClient:
 
     async def close(self, session: CaptureSession, items: Any) -> None:
         try:
-            answer = await self.http.delete(session.session_url, headers=bearer(session))
-            if answer.status_code not in (204, 410):
-                raise CaptureError(f"closing the session answered {answer.status_code}: {answer.text}")
-            whole = b"".join([piece async for piece in items])
-        except (httpx.HTTPError, ConnectionError) as e:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                answer = await self.http.delete(session.session_url, headers=bearer(session))
+                whole = b"".join([piece async for piece in items])
+        except Exception as e:
             raise CaptureError(f"the session was lost with its replica: {type(e).__name__}: {e}") from e
+        if answer.status_code not in (
+            204,
+            410,
+        ):  # 410: its lease ran out a moment ago; the segments are there all the same
+            raise CaptureError(f"closing the session answered {answer.status_code}: {answer.text}")
         session.segments, session.breaks = pickle.loads(whole)
 
 

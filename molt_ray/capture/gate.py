@@ -148,12 +148,13 @@ class Outgoing:
     async def pass_on(self, message: ASGIMessage) -> None:
         if self.complete:
             return
+        # Asked before the last byte goes out: a server reports the end of a request that is complete as a disconnect, too.
+        whole = not message.get("more_body") and not self.exchange.ended
         await self.sink(message)
-        if not message.get("more_body"):
-            self.complete = True
-            if not self.exchange.ended:
-                for turn in self.exchange.turns:
-                    self.exchange.session.tree.delivered(turn)
+        self.complete = not message.get("more_body")
+        if whole:
+            for turn in self.exchange.turns:
+                self.exchange.session.tree.delivered(turn)
 
     async def finish(self) -> None:
         """Sends what is due at the end: an error, unless a reply has begun."""

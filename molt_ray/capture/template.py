@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 from .message import Message, is_text
@@ -46,6 +47,20 @@ class HfTemplate:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.stop_ids = frozenset(stop_ids or [tokenizer.eos_token_id])
+
+    @classmethod
+    def from_pretrained(cls, model: str, chat_template_file: str = "") -> HfTemplate:
+        """Of a model's folder or hub name, with all the ids at which vLLM stops: its generation config may name several."""
+        from transformers import AutoTokenizer, GenerationConfig
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        try:
+            eos = GenerationConfig.from_pretrained(model).eos_token_id
+        except OSError:  # a model without a generation config
+            eos = None
+        stops = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+        chat_template = Path(chat_template_file).read_text() if chat_template_file else None
+        return cls(tokenizer, chat_template=chat_template, stop_ids=stops)
 
     def render(
         self, messages: Sequence[Message], tools: list[Any] | None, add_generation_prompt: bool, **kwargs: Any

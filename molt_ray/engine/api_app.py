@@ -12,7 +12,7 @@ token limits and usage see the real prompt; `EngineClient.generate` calls the en
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers import merge_kwargs, renderer_from_config
@@ -41,7 +43,7 @@ MODEL_NAME = "policy"
 END_WAIT_S = 10.0  # for a replaced request to let go of its turns
 
 # (engine prompt, sampling parameters, request id, group id, further options of vLLM's generate) -> outputs. Closing it aborts.
-Stream = Callable[[Any, SamplingParams, str, str, dict[str, Any]], AsyncIterator[RequestOutput]]
+Stream = Callable[[Any, SamplingParams, str, str, dict[str, Any]], AsyncGenerator[RequestOutput, None]]
 
 
 async def build_gate(config: Config, sessions: Sessions, stream: Stream) -> SessionGate:
@@ -129,6 +131,7 @@ class CaptureRenderer(OnlineRenderer):
     ) -> tuple[list[Any], list[Any]]:
         exchange = EXCHANGE.get()
         if exchange is not None:
+            check_supported(request)
             fill_defaults(request, exchange.session.sampling)
         try:
             conversation, (engine_input,) = await super().preprocess_chat(
@@ -143,7 +146,10 @@ class CaptureRenderer(OnlineRenderer):
             )
         except VLLMValidationError as e:
             if exchange is not None and e.parameter in ("input_tokens", "input_text"):
-                exchange.too_long = int(e.value)
+                # vLLM stops counting at the first token too many; over a text far too long it counts characters.
+                exchange.too_long = (
+                    int(e.value) if e.parameter == "input_tokens" else self.model_config.max_model_len + 1
+                )
             raise
         if exchange is None:
             return conversation, [engine_input]
@@ -181,6 +187,7 @@ class CaptureRenderer(OnlineRenderer):
     ) -> list[Any]:
         exchange = EXCHANGE.get()
         if exchange is not None:
+            check_supported(request)
             fill_defaults(request, exchange.session.sampling)
         inputs = await super().preprocess_completion(request, prompt_input, prompt_embeds, skip_mm_cache=skip_mm_cache)
         if exchange is not None:
@@ -188,6 +195,15 @@ class CaptureRenderer(OnlineRenderer):
                 raise VLLMValidationError("a session takes one prompt a request", parameter="prompt")
             exchange.placement = exchange.session.tree.place_ids(inputs[0]["prompt_token_ids"])
         return inputs
+
+
+def check_supported(request: Any) -> None:
+    """Refuses what would make the sampled context another than the messages'. Raises VLLMValidationError."""
+    if not isinstance(request, ChatCompletionRequest | CompletionRequest):
+        return
+    for name in ("use_beam_search", "truncate_prompt_tokens", "kv_transfer_params"):
+        if getattr(request, name):
+            raise VLLMValidationError(f"{name} cannot be used in a session: leave it out", parameter=name)
 
 
 def fill_defaults(request: Any, sampling: dict[str, Any]) -> None:

@@ -176,6 +176,7 @@ async def test_the_client_sees_log_probs_only_when_it_asks(endpoint):
         ({"logit_bias": {"5": 2}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "structured_outputs"),
         ({"extra_body": {"top_k": 3}}, "top_k=3"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "structured_outputs"),
     ],
 )
 async def test_turns_whose_log_probs_cannot_be_recomputed_are_masked(endpoint, settings, why):
@@ -276,6 +277,31 @@ async def test_routes_that_no_session_may_use_are_not_there(endpoint, route):
         answer = await http.post(f"{endpoint.url(session)}/{route}", json={}, headers={"x-api-key": session.key})
         bare = await http.post(f"http://{endpoint.address}/{route}", json={})
     assert answer.status_code == 404 and bare.status_code == 404
+
+
+@pytest.mark.parametrize("extra", [{"use_beam_search": True}, {"truncate_prompt_tokens": 5}])
+async def test_what_would_change_the_context_unseen_is_refused(endpoint, extra):
+    session = endpoint.open()
+    with pytest.raises(openai.BadRequestError, match="leave it out"):
+        await endpoint.openai(session).chat.completions.create(model="policy", messages=[USER], extra_body=extra)
+    assert not session.tree.turns
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_responses_go_on_in_one_segment(endpoint, streaming):
+    session = endpoint.open()
+    client = endpoint.openai(session)
+    endpoint.stream.replies = ["it is fine", "yes"]
+    history: list = [{"role": "user", "content": "the weather?"}]
+    for text in ("it is fine", "yes"):
+        reply = await client.responses.create(model="policy", input=history, stream=streaming)
+        if streaming:
+            (reply,) = [e.response async for e in reply if e.type == "response.completed"]
+        assert reply.output_text == text
+        history += [item.model_dump(exclude_none=True) for item in reply.output]
+        history.append({"role": "user", "content": "sure?"})
+    (segment,) = session.tree.segments()
+    assert not session.tree.breaks and segment.action_mask.sum() == sum(len(t.token_ids) for t in session.tree.turns)
 
 
 async def test_models_and_count_tokens(endpoint):
