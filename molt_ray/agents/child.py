@@ -34,9 +34,9 @@ def pack_frame(message: Any) -> bytes:
 
 
 def receive(stream: Any, calls: queue.SimpleQueue) -> None:
-    """Passes frames on until the worker is gone; then ends the process group (this process leads it)."""
+    """Passes pickled calls on until the worker is gone; then ends the process group (this process leads it)."""
     while header := stream.read(HEADER.size):
-        calls.put(pickle.loads(stream.read(HEADER.unpack(header)[0])))
+        calls.put(stream.read(HEADER.unpack(header)[0]))
     os.killpg(0, signal.SIGKILL)
 
 
@@ -49,10 +49,10 @@ class Servant:
         self.runner = None
         self.target = None
 
-    def answer(self, method: str, argument: Any) -> bytes:
-        """The reply frame: (True, value) or (False, traceback)."""
+    def answer(self, call: bytes) -> bytes:
+        """The reply frame to a pickled (method, argument): (True, value) or (False, traceback)."""
         try:
-            return pack_frame((True, self.call(method, argument)))
+            return pack_frame((True, self.call(*pickle.loads(call))))
         except (Exception, SystemExit, KeyboardInterrupt):
             return pack_frame((False, traceback.format_exc()))
 
@@ -77,7 +77,7 @@ def main() -> None:
         servant = Servant(sys.argv[2], loop)
         while True:
             with contextlib.suppress(BrokenPipeError):  # `receive` ends the process
-                channel.sendall(servant.answer(*calls.get()))
+                channel.sendall(servant.answer(calls.get()))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -38,15 +37,20 @@ class Child:
 
     async def call(self, method: str, argument: Any = None) -> Any:
         """What the method returned in the child. Raises AgentError with the traceback there, or with how the process ended."""
+        frame = pack_frame((method, argument))
         self.idle = False
         try:
-            self.writer.write(pack_frame((method, argument)))
+            self.writer.write(frame)
             await self.writer.drain()
             (length,) = HEADER.unpack(await self.reader.readexactly(HEADER.size))
-            ok, value = pickle.loads(await self.reader.readexactly(length))
+            answer = await self.reader.readexactly(length)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise AgentError(f"the agent's process ended in {method}, exit code {self.process.poll()}") from None
         self.idle = True
+        try:
+            ok, value = pickle.loads(answer)
+        except Exception as e:  # whatever the user's classes do when they are unpickled
+            raise AgentError(f"what {method} returned cannot be unpickled in the worker: {e!r}") from e
         if not ok:
             raise AgentError(value)
         return value
@@ -98,8 +102,9 @@ class ChildPool:
         for child in (*self.free, *self.leased):
             self.kill(child)
         self.free.clear()
-        deadline = time.monotonic() + CLOSE_S
-        while any(process.poll() is None for process in self.killed) and time.monotonic() < deadline:
+        for _ in range(int(CLOSE_S / REAP_POLL_S)):
+            if all(process.poll() is not None for process in self.killed):
+                return
             await asyncio.sleep(REAP_POLL_S)
 
 

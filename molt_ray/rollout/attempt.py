@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import Any
 
 from molt_ray.agents.api import Sampling
+from molt_ray.capture.tree import Break
 from molt_ray.config import Config
 from molt_ray.experience import Segment
 from molt_ray.rollout.messages import FailureReason, GroupTask, rollout_id
@@ -70,6 +71,7 @@ class Outcome:
     turn_rewards: list[float]
     info: dict[str, float] = field(default_factory=dict)
     truncated: bool = False
+    breaks: dict[str, Break] = field(default_factory=dict)  # prefix breaks by reason
 
 
 def last_user_text(messages: Messages) -> str:

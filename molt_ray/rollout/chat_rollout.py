@@ -53,6 +53,7 @@ async def run_chat(attempt: Attempt, host: Host, *, config: Config, capture: Cap
             turn_rewards=[reward],
             info=scalars_of(result.info),
             truncated=result.truncated,
+            breaks=session.breaks,
         )
 
 

@@ -8,6 +8,7 @@ first prompt leaves no room for a reply fails.
 from __future__ import annotations
 
 import traceback
+from functools import partial
 from typing import Any
 
 from molt_ray.agents.api import RawText, Result, Sampling
@@ -121,8 +122,12 @@ class EnvRollout:
         others = {name: value for name, value in sampling.items() if name != "temperature"}
         turn = self.tree.begin(placement, temperature=sampling.get("temperature", 1.0), sampling=others)
         number = len(self.turn_rewards)
+        # Without stop strings the engine need not make text: the ids are decoded here, once.
         request = GenerateRequest(
-            f"{self.attempt.rollout_id}.{self.attempt.number}.{number}", placement.prompt_ids, sampling, text=False
+            f"{self.attempt.rollout_id}.{self.attempt.number}.{number}",
+            placement.prompt_ids,
+            sampling,
+            text=bool(sampling.get("stop")),
         )
         try:
             generation = await self.engine.generate(request, group_id=self.attempt.task.group_id)
@@ -147,10 +152,12 @@ class EnvRollout:
 
     async def step(self, placement: Placement, generation: Generation, turn: SampledTurn, remaining: int) -> Result:
         """Records the finished turn and hands it to the Env."""
-        decode = self.template.tokenizer.decode
+        decode = partial(self.template.tokenizer.decode, clean_up_tokenization_spaces=False)
         ids = generation.token_ids
         spoken = ids[:-1] if ids and ids[-1] in self.template.stop_ids else ids
-        reply = {"role": "assistant", "content": decode(spoken, skip_special_tokens=True)}
+        # With stop strings the engine's text, which lacks them: that is what a reply of the chat endpoint says.
+        content = generation.text if turn.sampling.get("stop") else decode(spoken, skip_special_tokens=True)
+        reply = {"role": "assistant", "content": content}
         self.tree.finish(turn, reply=reply, finish_reason=generation.finish_reason, versions=generation.versions())
         self.tree.delivered(turn)
         self.messages = [*self.messages, reply]
@@ -199,6 +206,7 @@ class EnvRollout:
             turn_rewards=self.turn_rewards,
             info=self.info,
             truncated=self.truncated,
+            breaks=self.tree.breaks,
         )
 
 

@@ -51,6 +51,7 @@ class GroupUpdate:
     finished: bool = False
     failed: str = ""  # why the group has no result: the reason of the rollout that used up its retries
     timings: dict[str, float] = field(default_factory=dict)  # seconds: group, rollout_mean, rollout_max
+    breaks: dict[str, tuple[int, str]] = field(default_factory=dict)  # prefix breaks: reason to count and a text sample
 
 
 def rollout_id(group_id: str, index: int) -> str:

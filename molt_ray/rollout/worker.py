@@ -91,6 +91,7 @@ class RolloutWorker:
                     return []
             else:
                 group.durations.append(time.perf_counter() - started)
+                group.count_breaks(outcome)
                 return experiences(attempt, outcome)
         raise AssertionError("the last try always returns")
 
@@ -122,10 +123,16 @@ class GroupRun:
         self.failures: list[Failure] = []
         self.failed = ""
         self.durations: list[float] = []  # of the rollouts that succeeded, seconds
+        self.breaks: dict[str, tuple[int, str]] = {}
 
     def take(self, index: int, finished: list[Experience]) -> None:
         self.pending[index] = finished
         self.pending_bytes += sum(c.nbytes for e in finished for columns in e.heavy.values() for c in columns.values())
+
+    def count_breaks(self, outcome: Outcome) -> None:
+        for reason, found in outcome.breaks.items():
+            count, sample = self.breaks.get(reason, (0, found.sample))
+            self.breaks[reason] = count + found.count, sample
 
     def flush(self, *, finished: bool) -> list[GroupUpdate | Pack]:
         """The next update and its packs; of a failed group only the failures."""
@@ -140,6 +147,7 @@ class GroupRun:
             finished=finished,
             failed=self.failed,
             timings=self.timings() if finished else {},
+            breaks=self.breaks if finished else {},
         )
         self.pending, self.pending_bytes, self.failures = {}, 0, []
         return [update, *packs]

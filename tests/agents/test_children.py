@@ -24,6 +24,11 @@ class Odd:
     """Of a class of this file: it must pickle to the worker."""
     value = 5
 
+class Unloadable:
+    """Pickles here, and fails in the worker."""
+    def __reduce__(self):
+        return (int, ("no number",))
+
 class MyEnv(Env):
     def reset(self, state):
         self.mine = state["mine"]
@@ -44,6 +49,8 @@ class MyEnv(Env):
             sys.exit(4)
         if what == "die":
             os._exit(9)
+        if what == "unloadable":
+            return Unloadable()
         if what == "unpicklable":
             return lambda: None
         if what == "grandchild":
@@ -110,7 +117,12 @@ async def test_objects_of_the_agent_file_come_back(agent, pool):
 
 @pytest.mark.parametrize(
     ("what", "says"),
-    [("raise", "as the user meant it"), ("exit", "SystemExit: 4"), ("unpicklable", "pickle")],
+    [
+        ("unloadable", "cannot be unpickled"),
+        ("raise", "as the user meant it"),
+        ("exit", "SystemExit: 4"),
+        ("unpicklable", "pickle"),
+    ],
 )
 async def test_an_error_comes_back_with_its_traceback_and_the_child_lives_on(pool, what, says):
     for _ in range(2):

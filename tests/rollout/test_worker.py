@@ -170,6 +170,24 @@ return Result(reward=1.0, terminated=state['turn'] == 1, observation='more', sam
     assert set(tokens["temperatures"][tokens["turn_index"] == 1]) == {0.5}
 
 
+async def test_a_stop_string_is_left_out_of_the_message_and_kept_in_the_tokens(make_worker, template):
+    class Stopping(ScriptedEngine):
+        async def generate(self, request, *, group_id):
+            generation = await super().generate(request, group_id=group_id)
+            generation.finish_reason, generation.text = "stop", "the answer"
+            return generation
+
+    engine = Stopping(lambda r: template.encode("the answer###"), 0)
+    source = env(
+        "assert state['action_text'] == 'the answer###'\nreturn Result(float(state['action_message'] == 'the answer'))"
+    )
+    answer = await run(make_worker(source, engine), sampling={"stop": ["###"]})
+    assert [request.text for request in engine.requests] == [True]
+    assert answer.rows[0].reward == 1.0
+    tokens = answer.tokens()
+    assert template.decode(tokens["token_ids"][tokens["action_mask"]]) == "the answer###"
+
+
 async def test_a_rollout_that_outgrows_the_budget_is_truncated(make_worker, says, template):
     endless = env("return Result(reward=1.0, terminated=False, observation='and again, and again, and again')")
     engine = says("on and on")

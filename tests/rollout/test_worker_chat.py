@@ -42,7 +42,7 @@ class LocalCapture:
         seen = CaptureSession(session.id, self.endpoint.url(session), session.key, lease_s=60)
         try:
             yield seen
-            seen.segments = session.tree.segments()
+            seen.segments, seen.breaks = session.tree.segments(), session.tree.breaks
         finally:
             self.endpoint.sessions.close(session)
 
@@ -235,7 +235,7 @@ async def test_a_rewritten_history_is_a_second_segment_of_the_same_rollout(make,
     source = chat(
         ASK
         + """
-again = [{"role": "user", "content": "in short: " + reply.choices[0].message.content}]
+again = [*ctx.messages, {"role": "assistant", "content": "shorter"}, {"role": "user", "content": "go on"}]
 await client.chat.completions.create(model=ctx.model_name, messages=again)
 return Result(reward=0.5)
 """
@@ -244,6 +244,10 @@ return Result(reward=0.5)
     worker, _ = make(source)
     answer = await run(worker)
     assert [(row.segment, row.n_segments, row.reward) for row in answer.rows] == [(0, 2, 0.5), (1, 2, 0.5)]
+    assert [row.opened_by for row in answer.rows] == ["start", "edited"]
+    count, sample = answer.updates[-1].breaks["edited"]
+    assert count == 1
+    assert "shorter" in sample
     for index, text in enumerate(["first<|im_end|>", "second<|im_end|>"]):
         tokens = answer.tokens(index)
         assert endpoint.tokenizer.decode(tokens["token_ids"][tokens["action_mask"]]) == text
