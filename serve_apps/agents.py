@@ -8,7 +8,6 @@ its groups, while deleting an application whose groups were cancelled is quick.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 from ray import serve
 from ray.serve.config import AutoscalingConfig
@@ -37,7 +36,9 @@ class AgentWorker:
         self.worker = RolloutWorker(config)
         self.is_env = isinstance(self.worker.runner, StepEnvRunner)
         if self.is_env:
-            self.worker.template = load_template(config)
+            self.worker.template = HfTemplate.from_pretrained(
+                config.actor.model_name_or_path, config.capture.chat_template
+            )
 
     async def run_group(self, task: GroupTask) -> AsyncIterator[GroupUpdate | Pack]:
         """Call with `stream=True` over a default handle (molt_ray.rollout.calls.stream_group)."""
@@ -58,17 +59,6 @@ class AgentWorker:
 
     async def __del__(self) -> None:
         await self.worker.close()
-
-
-def load_template(config: Config) -> HfTemplate:
-    """The policy's tokenizer and chat template."""
-    from transformers import AutoTokenizer  # 2.4 s that a ChatAgent's worker need not wait
-
-    file = config.capture.chat_template
-    return HfTemplate(
-        AutoTokenizer.from_pretrained(config.actor.model_name_or_path),
-        chat_template=Path(file).read_text() if file else None,
-    )
 
 
 def app(config: Config) -> serve.Application:
