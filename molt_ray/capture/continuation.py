@@ -89,8 +89,10 @@ def appended_ids(
             raise prompt_break(now, text, history)
         check_shown(now, text, text[prompt.length : len(text) - len(after)], history, reply)
     except PrefixBreak as e:
-        if e.reason != "thinking" or not keep_thinking or not same_without_thinking(now, history):
+        if e.reason != "thinking" or not keep_thinking:
             raise
+        if not same_without_thinking(now, history):
+            raise PrefixBreak("template", e.near) from e
     ids = now.template.encode(after)
     if ids and sampled and ids[0] == sampled[-1] and ids[0] in now.template.stop_ids:
         return ids[1:]

@@ -73,6 +73,10 @@ def api_arguments(config: Config) -> Any:
     capture = config.capture
     words = [config.actor.model_name_or_path, "--served-model-name", MODEL_NAME, "--generation-config", "vllm"]
     words += ["--max-model-len", str(config.data.max_len), "--disable-fastapi-docs", "--enable-prompt-tokens-details"]
+    words += [
+        "--mm-processor-cache-gb",
+        "0",
+    ]  # an engine elsewhere does not hold what this process has cached: it would die
     if capture.tool_call_parser:
         words += ["--enable-auto-tool-choice", "--tool-call-parser", capture.tool_call_parser]
     if capture.reasoning_parser:
@@ -81,6 +85,8 @@ def api_arguments(config: Config) -> Any:
         words += ["--chat-template", capture.chat_template]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
     args.model = config.actor.model_name_or_path
+    for name, value in config.vllm.extra.items():  # tokenizer, revision, trust_remote_code, …: as the engine has them
+        setattr(args, name, value)
     return args
 
 

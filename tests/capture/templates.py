@@ -44,6 +44,16 @@ CALLS = (
 # Writes the number of messages at its head: never only appended to.
 COUNTS = "{{ messages | length }}" + CHATML
 
+COUNTS_AND_STRIPS = "{{ messages | length }}" + STRIPS
+# A turn that calls tools is not closed, and another turn's end comes later.
+UNCLOSED = CALLS.replace(
+    "{{ '<|im_end|>\\n' }}{% endfor %}", "{{ '' if m['tool_calls'] else '<|im_end|>\\n' }}{% endfor %}"
+)
+# What it writes of a message depends on how long the one before was.
+LOOKS_BACK = CHATML.replace(
+    "m['role'] + '\\n'", "m['role'] + ((loop.previtem or {'content': ''})['content'] | length | string) + '\\n'"
+)
+
 TEMPLATES = {
     "chatml": CHATML,
     "headers": HEADERS,
@@ -53,9 +63,15 @@ TEMPLATES = {
     "shows": SHOWS,
     "calls": CALLS,
     "counts": COUNTS,
+    "counts_and_strips": COUNTS_AND_STRIPS,
+    "unclosed": UNCLOSED,
+    "looks_back": LOOKS_BACK,
 }
 
 
 @cache
 def template(name: str) -> HfTemplate:
     return HfTemplate(byte_tokenizer(), chat_template=TEMPLATES[name])
+
+
+assert UNCLOSED != CALLS and LOOKS_BACK != CHATML

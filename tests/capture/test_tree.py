@@ -311,6 +311,34 @@ def test_a_template_that_rewrites_is_noticed():
     assert second.placement.opened_by == "template" and "1<|im_start|>" in run.tree.breaks["template"].sample
 
 
+def test_a_template_whose_later_text_depends_on_the_reply_is_not_trusted():
+    run = Rollout("looks_back")
+    run.ask(BASE[:1], "A")
+    assert run.ask(BASE[:3], "B").placement.opened_by == "template"
+
+
+def test_a_tool_call_that_the_template_does_not_close_is_not_closed_by_another_turn_s_end():
+    run = Rollout("unclosed")
+    reply = said("see", tool_calls=[call({"at": "x"})])
+    run.ask([user("go")], "see<tool_call>x</tool_call>", reply)
+    history = [user("go"), reply, tool_message("a")]
+    second = run.ask(history, "done")
+    assert second.placement.opened_by == "template" and run.text(second) == run.template.render(history, None, True)
+
+
+def test_kept_thinking_does_not_excuse_other_rewriting():
+    run = Rollout("counts_and_strips", keep_thinking=True)
+    run.ask([user("one")], "<think>hm the weather</think>fine", THOUGHT)
+    assert run.ask([user("one"), THOUGHT, user("two")], "B").placement.opened_by == "template"
+
+
+def test_a_request_may_add_nothing_after_the_reply():
+    run = Rollout()
+    first = run.ask(BASE[:1], "A")
+    second = run.ask(BASE[:2], "B")
+    assert follows(second, first) and run.text(second) == run.template.render(BASE[:2], None, True)
+
+
 def test_aborted_undelivered_and_unusable_turns_are_kept_and_not_trained():
     run = Rollout()
     stopped = run.tree.begin(run.tree.place([user("one")], None, run.template), temperature=1.0)
