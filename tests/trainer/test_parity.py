@@ -36,8 +36,8 @@ def one_split(mesh: Any, config: Config) -> Any:
     return train_once(mesh, config, 2)
 
 
-def reference_step(config: Config) -> dict[str, np.ndarray]:
-    """The same step written out: full logits, one segment at a time, torch's own clipping and AdamW."""
+def reference_step(config: Config) -> tuple[dict[str, np.ndarray], float]:
+    """The same step written out: full logits, one segment at a time, torch's own clipping and AdamW. (weights, gradient norm)"""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -59,18 +59,18 @@ def reference_step(config: Config) -> dict[str, np.ndarray]:
         entropy = -(logp.exp() * logp).sum(-1)
         loss = loss + (-(ratio * advantage) * weight - config.actor.entropy_coef * entropy).sum() / total
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), config.actor.max_norm)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.actor.max_norm)
     adam = config.actor.adam
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": adam.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps).step()
-    return {name: p.detach().numpy() for name, p in model.named_parameters()}
+    return {name: p.detach().numpy() for name, p in model.named_parameters()}, norm.item()
 
 
 @pytest.fixture(scope="module")
-def updated(models: dict[str, Path]) -> dict[str, np.ndarray]:
+def updated(models: dict[str, Path]) -> tuple[dict[str, np.ndarray], float]:
     return in_child(reference_step, make_config(models["dense"]))
 
 
@@ -85,11 +85,13 @@ def without_mesh(mesh: Any, work: Any, *args: Any) -> Any:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_same_update_for_any_world_accumulation_and_layout(
-    world: int, models: dict[str, Path], updated: dict[str, np.ndarray]
+    world: int, models: dict[str, Path], updated: tuple[dict[str, np.ndarray], float]
 ) -> None:
     answers = run_ranks(every_split, world, models["dense"])
     for split, (weights, metrics) in answers[0].items():
-        assert largest_difference(weights, updated) <= TOLERANCE, split
+        assert largest_difference(weights, updated[0]) <= TOLERANCE, split
+        # Clipping and AdamW hide a wrong scale of the gradient; its norm before clipping does not.
+        assert metrics["actor_grad_norm"] == pytest.approx(updated[1], rel=1e-5), split
         assert metrics["skipped_updates"] == 0
         assert metrics == pytest.approx(answers[-1][split][1]), "ranks report different metrics"
 
@@ -97,8 +99,9 @@ def test_same_update_for_any_world_accumulation_and_layout(
 @pytest.mark.parametrize("kind", ["tied", "moe"])
 def test_same_update_of_other_models_at_one_and_two_ranks(kind: str, models: dict[str, Path]) -> None:
     config = make_config(models[kind])
-    alone, two = (run_ranks(one_split, world, config)[0][0] for world in (1, 2))
-    assert largest_difference(alone, two) <= TOLERANCE
+    alone, two = (run_ranks(one_split, world, config)[0] for world in (1, 2))
+    assert largest_difference(alone[0], two[0]) <= TOLERANCE
+    assert alone[1]["actor_grad_norm"] == pytest.approx(two[1]["actor_grad_norm"], rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +126,8 @@ def test_tensor_parallel_makes_the_same_update(kind: str, world: int, divisible:
     alone = run_ranks(one_split, 1, make_config(divisible[kind]))[0]
     split = run_ranks(one_split, world, make_config(divisible[kind], fsdp__tp_size=2), tp=2)[0]
     assert largest_difference(alone[0], split[0]) <= TOLERANCE
-    assert alone[1]["entropy"] == pytest.approx(split[1]["entropy"], rel=1e-5)
+    for name in ("entropy", "actor_grad_norm"):
+        assert alone[1][name] == pytest.approx(split[1][name], rel=1e-5)
 
 
 def test_tensor_parallel_size_that_does_not_divide_the_heads_is_refused(models: dict[str, Path]) -> None:
