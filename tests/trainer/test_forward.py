@@ -93,3 +93,26 @@ def test_packing_of_linear_attention_is_refused(tmp_path: Path) -> None:
     Qwen3NextConfig(num_hidden_layers=4).save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match=r"--fsdp.packing_samples True: layers of type"):
         run_ranks(load, 1, make_config(tmp_path, fsdp__packing_samples=True))
+
+
+def in_bfloat16(mesh: Any, model: Path) -> Any:
+    from ranks import deal, make_experiences
+
+    from molt_ray.trainer.learner import Learner
+
+    text, out = list(range(20, 60)), []
+    for dtype in ("fp32", "bf16"):
+        learner = Learner(make_config(model, fsdp__param_dtype=dtype), mesh, None)
+        out.append(learner.logprobs([text], 0.7)[0])
+        plan, samples = deal(*make_experiences(4), mesh.dp_size, 2)
+        metrics = learner.train(plan, samples[mesh.dp_rank])
+    return out, metrics, {p.dtype for p in learner.model.parameters()}, learner.dtype
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_bfloat16_compute_keeps_float32_masters(world: int, models: dict[str, Path]) -> None:
+    (exact, rounded), metrics, masters, wire = run_ranks(in_bfloat16, world, models["tied"])[0]
+    gaps = [abs(a - b) for a, b in zip(exact, rounded, strict=True)]
+    assert 0 < sum(gaps) / len(gaps) < 0.1
+    assert metrics["skipped_updates"] == 0
+    assert masters == {torch.float32} and wire == torch.bfloat16
