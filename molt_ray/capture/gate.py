@@ -30,8 +30,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 EXCHANGE: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
 
-SAMPLING_ROUTES = ("v1/chat/completions", "v1/messages", "v1/responses", "v1/completions")
-OTHER_ROUTES = ("v1/messages/count_tokens", "v1/models", "tokenize", "detokenize")
+POLICY_ROUTES = {"v1/chat/completions", "v1/messages", "v1/responses", "v1/completions"}
+ROUTES = POLICY_ROUTES | {"v1/messages/count_tokens", "v1/models", "tokenize", "detokenize"}
 RETRY_HEADER = b"x-stainless-retry-count"  # of the OpenAI and Anthropic SDKs: 0 at first, then the number of the retry
 
 
@@ -61,11 +61,11 @@ class SessionGate:
             if route == "lease" and scope["method"] == "PUT":
                 self.sessions.renew(session)
                 return await answer(send, 204, None)
-            if route not in SAMPLING_ROUTES + OTHER_ROUTES:
+            if route not in ROUTES:
                 raise SessionError(404, f"no such route in a session: {scope['method']} {route}")
         except SessionError as e:
             return await answer(send, e.status, error_body(dialect, e.status, e.message))
-        exchange = Exchange(session, retry=retried(scope), samples=route in SAMPLING_ROUTES)
+        exchange = Exchange(session, retry=retried(scope))
         inner = {**scope, "path": f"/{route}", "raw_path": f"/{route}".encode(), "root_path": ""}
         await self.serve(exchange, dialect, inner, receive, send)
 

@@ -81,8 +81,8 @@ def not_trained(turn: SampledTurn, owned: bool, left: bool) -> str:
 
 
 def segment_of(leaf: SampledTurn, why: dict[SampledTurn, str]) -> Segment:
-    """One leaf's sequence. Raises AssertionError if a turn's prompt is not what its parent led to: that must never train."""
-    ids = leaf.prompt_ids + leaf.token_ids
+    """One leaf's sequence."""
+    ids = leaf.context_ids()
     segment = Segment(
         token_ids=np.asarray(ids, np.int32),
         action_mask=np.zeros(len(ids), np.bool_),
@@ -93,11 +93,11 @@ def segment_of(leaf: SampledTurn, why: dict[SampledTurn, str]) -> Segment:
         opened_by=opened_by(why),
         truncated=leaf.finish_reason == "length",
     )
+    end = 0
     for index, (turn, reason) in enumerate(why.items()):
-        start = len(turn.prompt_ids)
-        span = slice(start, start + len(turn.token_ids))
-        if ids[:start] != turn.prompt_ids or ids[span] != turn.token_ids:
-            raise AssertionError(f"turn {turn.index} was not sampled in the context of turn {leaf.index}")
+        start = end + len(turn.placement.added)
+        end = start + len(turn.token_ids)
+        span = slice(start, end)
         if turn.state == "finished":  # an aborted turn's versions are not known: its ids stay context
             segment.action_mask[span] = not reason
             segment.logprobs[span] = turn.logprobs

@@ -75,7 +75,6 @@ class Exchange:
 
     session: Session
     retry: bool = False  # the client marked it as a retry
-    samples: bool = True  # the route calls the policy
     request_key: str = ""  # digest of the body, the same for each retry of a request
     request: Any = None  # the serving layer's request object
     template_kwargs: dict[str, Any] = field(default_factory=dict)

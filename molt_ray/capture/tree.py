@@ -42,16 +42,24 @@ NO_BREAK = ("", "start", "branch")
 
 @dataclass(slots=True)
 class Placement:
-    """Where a request stands in the tree, and the exact ids to send for it."""
+    """Where a request stands in the tree, and the exact ids to send for it.
 
-    prompt_ids: list[int]
+    Ids and messages are held once, however many turns repeat them: 50 turns of a 30,000 token session would be 12 MB otherwise.
+    """
+
+    added: list[int]  # ids after those of `parent`; the whole prompt where there is none
     parent: SampledTurn | None = field(default=None, repr=False)
     opened_by: str = "start"  # why a segment opens here; empty when the request only goes on from `parent`
     near: str = ""  # the text around the break
-    messages: list[Message] | None = None  # None: a prompt of bare ids
+    messages: list[Message] | None = None  # as `canonical` sees them; None: a prompt of bare ids
     digests: list[bytes] = field(default_factory=list)  # of each prefix of the messages
     setting: tuple[str, str] = ("", "")  # tools and template arguments, comparable
     prompt: Rendering | None = None
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The exact ids for the engine, put together anew."""
+        return [*(self.parent.context_ids() if self.parent else ()), *self.added]
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +89,14 @@ class SampledTurn:
     @property
     def prompt_ids(self) -> list[int]:
         return self.placement.prompt_ids
+
+    def context_ids(self) -> list[int]:
+        """The prompt and then the sampled ids."""
+        pieces, turn = [], self
+        while turn is not None:
+            pieces += [turn.token_ids, turn.placement.added]
+            turn = turn.parent
+        return [i for piece in reversed(pieces) for i in piece]
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Records sampled ids, before they are passed on. Raises ValueError on ids without log-probs."""
@@ -114,6 +130,7 @@ class TokenTree:
         self.breaks: dict[str, Break] = {}
         self.by_outcome: dict[bytes, list[SampledTurn]] = {}  # digest of history + reply -> finished turns
         self.by_prefix: dict[bytes, SampledTurn] = {}  # digest of any prefix of them -> the latest turn that has it
+        self.held: dict[bytes, Message] = {}  # digest of a prefix -> its last message
         self.replies: set[str] = set()  # canonical
 
     def place(
@@ -130,10 +147,11 @@ class TokenTree:
         """
         now = Conversation(list(messages), tools, template, dict(template_kwargs or {}))
         text = now.render()
+        prefixes = digests(now.messages)
         placement = Placement(
             [],
-            messages=now.messages,
-            digests=digests(now.messages),
+            messages=[self.held.get(d, m) for d, m in zip(prefixes[1:], now.messages, strict=True)],
+            digests=prefixes,
             setting=(dumps(tools or []), dumps(now.kwargs)),
             prompt=Rendering.of(text),
         )
@@ -144,10 +162,10 @@ class TokenTree:
             except PrefixBreak as e:
                 broken = broken or e  # the longest history's reason is the one to tell
                 continue
-            placement.parent, placement.prompt_ids = turn, turn.prompt_ids + turn.token_ids + ids
+            placement.parent, placement.added = turn, ids
             break
         else:
-            placement.prompt_ids = list(rendered_ids) if rendered_ids is not None else template.encode(text)
+            placement.added = list(rendered_ids) if rendered_ids is not None else template.encode(text)
         placement.opened_by, placement.near = (broken.reason, broken.near) if broken else self.why_new(placement)
         return placement
 
@@ -209,11 +227,12 @@ class TokenTree:
         """A prompt of bare ids: goes on from the turn with whose prompt and sampled ids it begins, the longest such one."""
         ids = list(prompt_ids)
         placement = Placement(ids)
-        length = -1
+        length = 0
         for turn in self.turns:
-            own = turn.prompt_ids + turn.token_ids
+            own = turn.context_ids()
             if turn.state == "finished" and len(own) > length and ids[: len(own)] == own:
                 placement.parent, placement.opened_by, length = turn, "", len(own)
+        placement.added = ids[length:]
         if placement.parent is None and self.turns:
             again = any(t.prompt_ids == ids for t in self.turns)
             placement.opened_by = "branch" if again else "ids"
@@ -223,7 +242,7 @@ class TokenTree:
         """A prompt that is the turn's context, its sampled ids and then `ids` as they are (an observation outside the template)."""
         if turn is None:
             return Placement(list(ids))
-        return Placement(turn.prompt_ids + turn.token_ids + list(ids), parent=turn, opened_by="")
+        return Placement(list(ids), parent=turn, opened_by="")
 
     def count_break(self, placement: Placement) -> None:
         if placement.opened_by in NO_BREAK:
@@ -256,6 +275,7 @@ class TokenTree:
             self.count_break(placement)
         self.turns.append(turn)
         self.by_prefix.update(dict.fromkeys(placement.digests, turn))
+        self.held.update(zip(placement.digests[1:], placement.messages or [], strict=True))
         if turn.parent is not None:
             turn.parent.children.append(turn)
             turn.parent.delivered = True  # a client that goes on from a reply has received it
