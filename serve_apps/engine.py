@@ -58,9 +58,9 @@ class EngineReplica:
             if call.method == SERVE:
                 return
             try:
-                answer: Any = await self.run_step(call.method, call.arguments)
+                answer: Any = await self.do(call.method, call.arguments)
             except Exception as e:
-                answer = RuntimeError(f"{type(e).__name__}: {e}")  # vLLM's own may not unpickle where vllm is absent
+                answer = plain(e)
             await self.roster.answer.remote(call.number, answer)
 
     # ---- for EngineClient and Capture ----
@@ -78,26 +78,10 @@ class EngineReplica:
     async def logprobs_of(self, token_ids: list[int]) -> list[float]:
         return await self.engine.logprobs_of(token_ids)
 
-    # ---- for broadcasts; each answers (replica id, value), an exception being a value ----
+    # ---- for broadcasts ----
 
     async def abort(self, request_ids: list[str]) -> None:
         await self.engine.abort(request_ids)
-
-    async def step(self, method: str, arguments: dict[str, dict[str, Any]]) -> tuple[str, Any]:
-        """One step of a refit; `arguments` by replica id."""
-        try:
-            return self.replica_id, await self.run_step(method, arguments[self.replica_id])
-        except Exception as e:
-            return self.replica_id, RuntimeError(f"{type(e).__name__}: {e}")
-
-    async def control(self, method: str, arguments: dict[str, Any]) -> tuple[str, Any]:
-        """pause, resume or abort_all. The value is the version held."""
-        calls = {"pause": self.engine.pause, "resume": self.engine.resume, "abort_all": self.engine.abort_all}
-        try:
-            await calls[method](**arguments)
-            return self.replica_id, self.engine.version
-        except Exception as e:
-            return self.replica_id, RuntimeError(f"{type(e).__name__}: {e}")
 
     async def running(self) -> int:
         """Requests that are not finished."""
@@ -106,16 +90,26 @@ class EngineReplica:
     async def ping(self) -> tuple[str, int]:
         return self.replica_id, self.engine.version
 
-    async def run_step(self, method: str, arguments: dict[str, Any]) -> int:
-        """Returns the version held after the step."""
-        steps = {
-            "init_transfer": self.engine.init_transfer,
-            "start_update": self.engine.start_update,
-            "receive_update": self.engine.receive_update,
-            "finish_update": self.engine.finish_update,
+    async def call(self, method: str, shared: dict[str, Any], own: dict[str, dict[str, Any]]) -> tuple[str, Any]:
+        """Does `method(**shared, **own[its id])`; answers (its id, the version that it holds then, or what went wrong)."""
+        try:
+            return self.replica_id, await self.do(method, shared | own.get(self.replica_id, {}))
+        except Exception as e:
+            return self.replica_id, plain(e)
+
+    async def do(self, method: str, arguments: dict[str, Any]) -> int:
+        engine = self.engine
+        methods = {
+            "pause": engine.pause,
+            "resume": engine.resume,
+            "abort_all": engine.abort_all,
+            "init_transfer": engine.init_transfer,
+            "start_update": engine.start_update,
+            "receive_update": engine.receive_update,
+            "finish_update": engine.finish_update,
         }
-        await steps[method](**arguments)
-        return self.engine.version
+        await methods[method](**arguments)
+        return engine.version
 
     # ---- for Serve ----
 
@@ -127,6 +121,11 @@ class EngineReplica:
             self.engine.shutdown()
 
 
+def plain(error: Exception) -> RuntimeError:
+    """The error without its class: vLLM's own does not unpickle where vllm is absent."""
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
 def app(config: Config, *, gpu: bool) -> serve.Application:
     """The application; `gpu` says whether the cluster's engines run on GPUs."""
     tp = config.vllm.tensor_parallel_size
@@ -136,9 +135,10 @@ def app(config: Config, *, gpu: bool) -> serve.Application:
         graceful_shutdown_timeout_s=config.rollout.timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
         logging_config={"enable_access_log": False},  # a line a call otherwise
-        # A weight load does not run on the replica's loop, but a busy machine may let it wait.
-        health_check_period_s=2,  # three misses and a dead engine is replaced; its calls fail at once
-        health_check_timeout_s=max(60.0, config.vllm.sync_timeout_s),
+        health_check_period_s=2,  # a dead engine is replaced after three failed checks
+        health_check_timeout_s=max(
+            60.0, config.vllm.sync_timeout_s
+        ),  # a slow answer is no failure: the machine may be busy
         max_constructor_retry_count=3,
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
     )

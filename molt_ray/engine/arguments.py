@@ -19,6 +19,8 @@ EXTENSION = "molt_ray.engine.weight_transfer.WorkerExtension"
 # Without these a refit or a proof would be silently wrong, so `vllm.extra` cannot set them.
 FIXED = ("model", "logprobs_mode", "generation_config", "weight_transfer_config", "max_model_len")
 
+CPU_STEP_TOKENS = 4096  # of one engine step, unless a context is longer
+
 
 def sync_backend(config: Config, *, gpu: bool) -> str:
     """Name of the weight-transfer backend: `vllm.sync_backend`, with auto decided."""
@@ -55,6 +57,12 @@ def check_engine_arguments(config: Config, *, gpu: bool) -> None:
             raise ConfigError(f"--vllm.extra {name}: vLLM's AsyncEngineArgs has no such argument{hint}")
     if not gpu and config.vllm.sync_backend == "nccl":
         raise ConfigError("--vllm.sync_backend nccl: needs GPUs, and there are none here; use gloo or auto")
+    tokens, context = config.vllm.max_num_batched_tokens, config.data.max_len
+    if not gpu and tokens is not None and tokens < context:
+        raise ConfigError(
+            f"--vllm.max_num_batched_tokens {tokens}: a CPU engine takes a prompt in one step, so it must be at least "
+            f"--data.max_len {context}; or leave it out"
+        )
 
 
 def engine_arguments(config: Config, *, gpu: bool) -> dict[str, Any]:
@@ -83,7 +91,14 @@ def engine_arguments(config: Config, *, gpu: bool) -> dict[str, Any]:
             distributed_executor_backend="mp" if v.tensor_parallel_size > 1 else "uni",
         )
     else:
-        arguments |= dict(dtype="float32" if v.dtype == "auto" else v.dtype, enforce_eager=True)
+        arguments |= dict(
+            dtype="float32" if v.dtype == "auto" else v.dtype,
+            enforce_eager=True,
+            # vLLM takes the random draw of an unfinished prompt chunk back, which a CPU generator cannot do: a seeded request whose
+            # prompt is prefilled in chunks ends the engine. So prompts are prefilled whole.
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=v.max_num_batched_tokens or max(CPU_STEP_TOKENS, config.data.max_len),
+        )
     return arguments | v.extra
 
 

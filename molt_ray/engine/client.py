@@ -13,9 +13,7 @@ from typing import Any
 
 from ray import serve
 
-from molt_ray.engine.protocol import MESSAGE_TOKENS, EngineError, GenerateRequest, Generation
-
-DEPLOYMENT = "PolicyEngine"
+from molt_ray.engine.protocol import DEPLOYMENT, MESSAGE_TOKENS, EngineError, GenerateRequest, Generation
 
 
 @dataclass(slots=True)

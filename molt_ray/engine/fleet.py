@@ -17,11 +17,11 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from molt_ray.config import Config
 from molt_ray.engine.arguments import check_engine_arguments, sync_backend
+from molt_ray.engine.protocol import DEPLOYMENT
 from molt_ray.engine.roster import NAMESPACE, RefitFailed, Roster, RosterActor, actor_name, check_answers, collect
 
 logger = logging.getLogger(__name__)
 
-DEPLOYMENT = "PolicyEngine"
 SERVE_NAMESPACE = "serve"  # where Serve names its actors
 POLL_S = 0.2
 ACTOR_S = 30.0  # deadline of one small question
@@ -53,9 +53,7 @@ class Fleet:
 
         started = time.monotonic()
         check_engine_arguments(self.config, gpu=self.gpu)
-        await asyncio.to_thread(
-            serve.start
-        )  # joins the instance that is there, with the options that it was started with
+        await asyncio.to_thread(serve.start)  # no-op where Serve runs
         await asyncio.to_thread(serve.delete, self.app)  # of an earlier run of this name that was killed
         self.actor = (
             ray.remote(RosterActor)
@@ -101,7 +99,7 @@ class Fleet:
         try:
             if handle is not None:
                 await asyncio.wait_for(
-                    handle.broadcast("control", "abort_all", {}).results_async(return_exceptions=True), ACTOR_S
+                    handle.broadcast("call", "abort_all", {}, {}).results_async(return_exceptions=True), ACTOR_S
                 )
         except (TimeoutError, DeploymentUnavailableError) as e:
             logger.warning("engines did not answer before they were deleted: %r", e)
@@ -157,7 +155,7 @@ class Fleet:
         serving = (await self.roster()).serving()
         answers: dict[str, int] = {}
         if serving:  # after a crash of all engines there are only some that wait
-            call = self.handle.broadcast("control", method, arguments)
+            call = self.handle.broadcast("call", method, arguments, {})
             try:
                 answers = collect(await asyncio.wait_for(call.results_async(return_exceptions=True), timeout_s))
             except (TimeoutError, DeploymentUnavailableError) as e:
@@ -166,9 +164,9 @@ class Fleet:
         return answers
 
     async def settle(self) -> Roster:
-        """The roster, once those that died are struck off and all others that serve answer.
+        """The roster, once those that died are struck off, all others that serve answer, and there is at least one, if only waiting.
 
-        Raises RefitFailed when no engine is left, or one lives and yet cannot be reached for `vllm.sync_timeout_s`.
+        Raises RefitFailed when that is not so within `vllm.sync_timeout_s`.
         """
         deadline = time.monotonic() + self.config.vllm.sync_timeout_s
         while True:
@@ -177,15 +175,16 @@ class Fleet:
             if dead:
                 await asyncio.wait_for(self.actor.remove.remote(dead), ACTOR_S)
                 continue
-            if not roster.members:
-                raise RefitFailed(
-                    f"no engine is left; {' '.join(roster.failures[-1:]) or 'see the logs of PolicyEngine'}"
-                )
             silent = set(roster.serving()) - set(await self.answering()) if roster.serving() else set()
-            if not silent:
+            if roster.members and not silent:
                 return roster
             if time.monotonic() > deadline:
-                raise RefitFailed(f"engines {sorted(silent)} live, but Serve does not reach them")
+                cause = roster.failures[-1] if roster.failures else "see the logs of PolicyEngine"
+                raise RefitFailed(
+                    f"engines {sorted(silent)} live, but Serve does not reach them"
+                    if silent
+                    else f"no engine is left: {cause}"
+                )
             await asyncio.sleep(POLL_S)
 
     async def answering(self) -> list[str]:

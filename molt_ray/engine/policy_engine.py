@@ -8,7 +8,7 @@ is aborted in the engine; the version is published only after a finished update.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ class PolicyEngine:
         self.config = config
         self.gpu = gpu
         self.version = 0  # 0: the checkpoint's weights
-        self.paused = False
+        self.broken = ""
         self.llm: AsyncLLM
 
     # ---- life ----
@@ -58,7 +58,9 @@ class PolicyEngine:
         self.llm.shutdown()
 
     async def health(self) -> None:
-        """Raises when the engine's process is dead."""
+        """Raises when the engine's process is dead, or its workers are out of step."""
+        if self.broken:
+            raise EngineError(f"a step of a refit failed: {self.broken}")
         await self.llm.check_health()
 
     # ---- generation ----
@@ -167,27 +169,40 @@ class PolicyEngine:
         """Stops decoding: `keep` freezes running requests, `wait` lets them finish. New ones queue. KV and prefixes are dropped:
         blocks of the old weights would otherwise be reused (1 to 2 nats off)."""
         await self.llm.pause_generation(mode=mode)
-        self.paused = True
 
     async def resume(self) -> None:
         await self.llm.resume_generation()
-        self.paused = False
 
-    async def init_transfer(self, init_info: dict[str, Any]) -> None:
-        """Joins the trainer's transfer group; returns when all its members have."""
-        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+    async def init_transfer(self, init_info: dict[str, Any], rank_offset: int) -> None:
+        """Joins the trainer's transfer group with its workers' ranks from `rank_offset`; returns when all members have joined."""
+        request = WeightTransferInitRequest(init_info=init_info | {"rank_offset": rank_offset})
+        await self.on_workers(self.llm.init_weight_transfer_engine(request))
 
     async def start_update(self) -> None:
-        await self.llm.start_weight_update()
+        await self.on_workers(self.llm.start_weight_update())
 
     async def receive_update(self, update_info: dict[str, Any]) -> None:
-        """Receives the weights that the trainer broadcasts meanwhile."""
-        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+        """Receives the weights that the trainer broadcasts meanwhile. Raises EngineError when a worker could not load them."""
+        await self.on_workers(self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+        failures = [failure for failure in await self.llm.collective_rpc("update_failure") if failure]
+        if failures:
+            await self.on_workers(self.llm.finish_weight_update())  # ends the update in vLLM; the version stays
+            raise EngineError(failures[0])
 
     async def finish_update(self, version: int) -> None:
         """Puts the new weights into use; tokens sampled from now on carry `version`."""
-        await self.llm.finish_weight_update(weight_version=str(version))
+        await self.on_workers(self.llm.finish_weight_update(weight_version=str(version)))
         self.version = version
+
+    async def on_workers(self, step: Awaitable[None]) -> None:
+        """Awaits a step that all workers take. One that raises leaves a tensor-parallel engine broken: its executor then takes the
+        answers of the other workers for those of the next call. `health` says so, and Serve replaces the engine."""
+        try:
+            await step
+        except Exception as e:
+            if self.config.vllm.tensor_parallel_size > 1:
+                self.broken = f"{type(e).__name__}: {e}"
+            raise
 
 
 def messages(items: list[tuple[int, Outcome]]) -> Iterator[list[tuple[int, Outcome]]]:

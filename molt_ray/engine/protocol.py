@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+DEPLOYMENT = "PolicyEngine"  # in the Serve application `<run.name>-engine`
 MESSAGE_TOKENS = 150_000  # ids in one message: Serve's gRPC takes 4 MiB, an id with its log-prob 14 bytes
 
 

@@ -101,8 +101,16 @@ def loadable(layer: torch.nn.Module) -> int:
 
 
 def end_broken_reload(model: torch.nn.Module, model_config: Any) -> None:
-    """Closes what an update that failed half way left open: counts would otherwise run on. All weights are overwritten after it."""
-    if any(get_layerwise_info(layer).can_load() for layer in model.modules()):
+    """Closes what an update that failed half way left open: layers that were not complete get their old tensors back.
+
+    Without it counts would run on into the next update, and a tensor that did not fit would be tried again.
+    """
+    infos = [get_layerwise_info(layer) for layer in model.modules()]
+    still_open = [info for info in infos if info.can_load()]
+    for info in still_open:
+        info.loaded_weights.clear()
+        info.load_numel = 0
+    if still_open:
         finalize_layerwise_reload(model, model_config)
 
 

@@ -19,11 +19,11 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+from molt_ray.engine.protocol import DEPLOYMENT
 from molt_ray.engine.roster import NAMESPACE, RefitFailed, Roster, actor_name, check_answers, collect
 from molt_ray.engine.weight_transfer import GlooTrainerInitInfo
 
 ACTOR_S = 30.0  # deadline of one small question to the Roster actor
-DEPLOYMENT = "PolicyEngine"
 
 
 class Weights(Protocol):
@@ -66,40 +66,32 @@ class FleetClient:
         self.version = 0
         self.seconds: dict[str, float] = {}
 
-    def all_do(self, method: str, arguments: dict[str, dict[str, Any]]) -> None:
-        """Every member runs `method(**arguments[its id])`. Raises RefitFailed unless all answer."""
+    def all_do(self, method: str, own: dict[str, dict[str, Any]] | None = None, **shared: Any) -> None:
+        """Every member runs `method(**shared, **own[its id])`. Raises RefitFailed unless all answer in time."""
         started = time.perf_counter()
-        waiting = {name: (method, arguments[name]) for name in self.roster.waiting()}
+        own = own or {}
+        waiting = {name: (method, shared | own.get(name, {})) for name in self.roster.waiting()}
         joiners = self.actor.call_waiting.remote(waiting, self.timeout_s)
         answers: dict[str, Any] = {}
         if self.roster.serving():
-            answers |= collect(
-                self.handle.broadcast("step", method, arguments).results(
-                    timeout_s=self.timeout_s, return_exceptions=True
-                )
-            )
+            call = self.handle.broadcast("call", method, shared, own)
+            answers |= collect(call.results(timeout_s=self.timeout_s, return_exceptions=True))
         answers |= ray.get(joiners, timeout=self.timeout_s + ACTOR_S)
         check_answers(self.roster.members, answers, method)
         self.seconds[method] = time.perf_counter() - started
 
-    def same(self, **arguments: Any) -> dict[str, dict[str, Any]]:
-        return {name: arguments for name in self.roster.members}
-
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        ranks = self.roster.ranks()
-        self.all_do(
-            "init_transfer",
-            {name: {"init_info": init_info | {"rank_offset": ranks[name]}} for name in self.roster.members},
-        )
+        ranks = {name: {"rank_offset": rank} for name, rank in self.roster.ranks().items()}
+        self.all_do("init_transfer", ranks, init_info=init_info)
 
     def start_weight_update(self) -> None:
-        self.all_do("start_update", self.same())
+        self.all_do("start_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.all_do("receive_update", self.same(update_info=update_info))
+        self.all_do("receive_update", update_info=update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.all_do("finish_update", self.same(version=self.version))
+        self.all_do("finish_update", version=self.version)
 
 
 class WeightSender:
@@ -124,14 +116,14 @@ class WeightSender:
         client.seconds, client.version = {}, version
         self.source.rewind()
         try:
-            client.roster = self.ask("view")
+            client.roster = answer(client.actor.view.remote())
             if not client.roster.members:
                 raise RefitFailed("the roster holds no engine")
-            self.ask("begin", version)
+            answer(client.actor.begin.remote(version))
             self.join()
             grouped = time.perf_counter()
             self.engine.send_weights()
-            self.ask("publish", version, list(client.roster.members))
+            answer(client.actor.publish.remote(version, list(client.roster.members)))
         except Exception as e:
             self.close()
             raise RefitFailed(f"refit to version {version} failed, engines stay paused: {type(e).__name__}: {e}") from e
@@ -139,9 +131,6 @@ class WeightSender:
             self.source.exhaust()
         steps = {name: s for name, s in client.seconds.items() if name != "init_transfer"}
         return {"group": grouped - started, **steps, "total": time.perf_counter() - started}
-
-    def ask(self, method: str, *arguments: Any) -> Any:
-        return ray.get(getattr(self.client.actor, method).remote(*arguments), timeout=ACTOR_S)
 
     def join(self) -> None:
         """Builds the transfer group when the roster is not the one that it was built for."""
@@ -164,6 +153,10 @@ class WeightSender:
         if self.engine is not None:
             self.engine.shutdown()
         self.engine, self.group = None, {}
+
+
+def answer(reference: ray.ObjectRef) -> Any:
+    return ray.get(reference, timeout=ACTOR_S)
 
 
 def free_port(host: str) -> int:

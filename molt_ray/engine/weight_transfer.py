@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import datetime
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
@@ -121,6 +121,11 @@ def empty_bucket(bucket: list[tuple[ParamMeta, int, int]]) -> torch.Tensor:
     return torch.empty(offset + size, dtype=torch.uint8)
 
 
+def tensors_of(bucket: list[tuple[ParamMeta, int, int]], data: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The named tensors in a bucket's bytes, as views."""
+    return [(meta.name, data[at : at + size].view(meta.dtype).view(meta.shape)) for meta, at, size in bucket]
+
+
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     """The worker's end: receives buckets and loads them through vLLM's layerwise reload."""
 
@@ -130,6 +135,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     group: ProcessGroupGloo | None = None
     store: TCPStore | None = None
     count: LoadCount | None = None
+    failure = ""  # of the last update
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         self.shutdown()
@@ -146,33 +152,33 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self.kernels = reset_moe_kernels(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Receives all buckets of an update. A load that fails is raised only after the last: the sender must not be left waiting."""
+        """Receives all buckets of an update. A load that fails is noted in `failure`, not raised: the sender must not be left waiting,
+        and vLLM's multi-process executor, when a worker raises, takes the others' answers for those of the next call."""
         if self.group is None or self.count is None:
             raise RuntimeError("weights cannot be received before init_transfer_engine and start_weight_update")
         metas = [
             ParamMeta(name, getattr(torch, dtype), tuple(shape))
             for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         ]
-        failure: Exception | None = None
+        self.failure = ""
         for bucket in buckets(metas, update_info.bucket_bytes):
             data = empty_bucket(bucket)  # a new one each time: the reload keeps views until a layer is complete
             broadcast(self.group, data)
-            if failure is None:
-                try:
-                    self.count.load(
-                        [
-                            (meta.name, data[at : at + size].view(meta.dtype).view(meta.shape))
-                            for meta, at, size in bucket
-                        ]
-                    )
-                except Exception as e:
-                    failure = e
-        if failure is not None:
-            raise failure
-        check_complete(self.model, self.count)
+            if not self.failure:
+                self.note(self.count.load, tensors_of(bucket, data))
+        if not self.failure:
+            self.note(check_complete, self.model, self.count)
+
+    def note(self, step: Callable[..., None], *arguments: Any) -> None:
+        try:
+            step(*arguments)
+        except Exception as e:
+            self.failure = f"{type(e).__name__}: {e}"
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        """Puts the weights into use, or after a failure ends the update without."""
+        end_reload = end_broken_reload if self.failure else finalize_layerwise_reload
+        end_reload(self.model, self.model_config)
         for method, kernel in self.kernels:
             if method.moe_kernel is None:
                 method.moe_kernel = kernel
@@ -272,6 +278,11 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
 
 class WorkerExtension:
     """Mixed into vLLM's worker, which imports this module for it before it looks its weight-transfer backend up."""
+
+    def update_failure(self) -> str:
+        """Why this worker could not load the last update; empty when it could. Other backends raise."""
+        engine = self.weight_transfer_engine
+        return engine.failure if isinstance(engine, GlooWeightTransferEngine) else ""
 
 
 def register() -> None:

@@ -25,17 +25,18 @@ def engine_config(model: Path, **vllm: Any) -> Config:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engines(models: dict[str, Path]) -> AsyncIterator[Callable[[str], Awaitable[Any]]]:
-    """`await engines(kind)`: the session's engine of that kind of model, started when first asked for."""
+    """`await engines(kind, tp)`: the session's engine of that kind of model, on `tp` workers, started when first asked for."""
     from molt_ray.engine.policy_engine import PolicyEngine
 
-    running: dict[str, PolicyEngine] = {}
+    running: dict[tuple[str, int], PolicyEngine] = {}
+    extra = {"worker_extension_cls": "tests.engine.repairs.RepairsSwitch"}
 
-    async def engine(kind: str) -> PolicyEngine:
-        if kind not in running:
-            config = engine_config(models[kind], extra={"worker_extension_cls": "tests.engine.repairs.RepairsSwitch"})
-            running[kind] = PolicyEngine(config, gpu=False)
-            await running[kind].start()
-        return running[kind]
+    async def engine(kind: str, tp: int = 1) -> PolicyEngine:
+        if (kind, tp) not in running:
+            config = engine_config(models[kind], extra=extra, tensor_parallel_size=tp)
+            running[kind, tp] = PolicyEngine(config, gpu=False)
+            await running[kind, tp].start()
+        return running[kind, tp]
 
     yield engine
     for engine_of_kind in running.values():

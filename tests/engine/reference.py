@@ -62,7 +62,7 @@ class EngineThread:
         asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.run(self.engine.init_transfer(init_info))
+        self.run(self.engine.init_transfer(init_info, rank_offset=1))
 
     def start_weight_update(self) -> None:
         self.run(self.engine.start_update())
@@ -77,11 +77,12 @@ class EngineThread:
 async def refit(engine: PolicyEngine, source: WeightSource) -> int:
     """Pause, send, resume; the new version. A failed transfer leaves the engine paused."""
     version = engine.version + 1
+    workers = engine.config.vllm.tensor_parallel_size
     client = EngineThread(engine, asyncio.get_running_loop(), version)
 
     def send() -> None:
         sender = WeightTransferTrainerFactory.trainer_init(
-            GlooTrainerInitInfo("127.0.0.1", 2, 60.0, rank=0), client=client, source=source
+            GlooTrainerInitInfo("127.0.0.1", 1 + workers, 60.0, rank=0), client=client, source=source
         )
         try:
             sender.send_weights()

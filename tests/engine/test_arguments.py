@@ -63,6 +63,13 @@ def test_nccl_without_gpus_is_refused() -> None:
         check_engine_arguments(config(sync_backend="nccl"), gpu=False)
 
 
+def test_a_step_too_short_for_a_prompt_is_refused_on_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens 63.*max_len 64"):
+        check_engine_arguments(config(max_num_batched_tokens=63), gpu=False)
+    check_engine_arguments(config(max_num_batched_tokens=63), gpu=True)
+    assert engine_arguments(config(max_num_batched_tokens=64), gpu=False)["max_num_batched_tokens"] == 64
+
+
 @pytest.mark.parametrize(
     ("option", "gpu", "backend"), [("auto", False, "gloo"), ("auto", True, "nccl"), ("gloo", True, "gloo")]
 )

@@ -97,6 +97,17 @@ async def test_seeded_requests_repeat_and_unseeded_ones_differ(engines: Any) -> 
     assert len({await ids({}) for _ in range(3)}) == 3
 
 
+async def test_more_seeded_prompt_tokens_than_a_step_takes_do_not_end_the_engine(engines: Any) -> None:
+    """24 prompts of 490 tokens, 2.9 steps' worth; prefilled in chunks, a seeded one would raise in the engine's process."""
+    engine = await engines("dense")
+    calls = [
+        engine.generate(GenerateRequest(str(i), [i + 1, *PROMPT * 16, *PROMPT[:9]], {"max_tokens": 4, "seed": i}))
+        for i in range(24)
+    ]
+    assert all(generation.token_ids for generation in await asyncio.gather(*calls))
+    await engine.health()
+
+
 async def test_text_is_decoded_only_where_wanted_or_needed(engines: Any) -> None:
     engine = await engines("dense")
     tokenizer = engine.llm.get_tokenizer()

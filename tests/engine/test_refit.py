@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from molt_ray.engine.protocol import GenerateRequest
+from molt_ray.engine.protocol import EngineError, GenerateRequest
 from tests.engine.reference import Reference, refit
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -98,6 +98,10 @@ EDITS = {
         lambda w: [x for x in w if "layers.1.self_attn.k_proj" not in x[0]],
         r"left out.*layers\.1\.self_attn\.qkv_proj",
     ),
+    "wrong shape of a fused part": (
+        lambda w: [(n, t[:-1] if "layers.0.self_attn.v_proj" in n else t) for n, t in w],
+        r"cannot load model\.layers\.0\.self_attn\.v_proj",
+    ),
     "wrong shape": (
         lambda w: [(n, t[:-1] if n == "lm_head.weight" else t) for n, t in w],
         r"cannot load lm_head\.weight",
@@ -129,6 +133,23 @@ async def test_an_expert_left_out_or_unknown_is_an_error(engines: Any, models: d
     reference.edit = lambda w: [*w, ("model.layers.0.mlp.experts.3.side_proj.weight", torch.zeros(64, 64))]
     with pytest.raises(Exception, match="side_proj"):
         await refit(engine, reference)
+    reference.edit = lambda weights: weights
+    await refit(engine, reference)
+    assert await gap(engine, reference) < 1e-4
+
+
+async def test_tensor_parallel_workers_each_take_their_shard_and_fail_as_one(
+    engines: Any, models: dict[str, Path]
+) -> None:
+    """A worker that raised would leave the engine's executor out of step: the refit after the refused one shows that it is not."""
+    engine, reference = await engines("dense", 2), Reference(models["dense"])
+    reference.perturb(seed=5)
+    await refit(engine, reference)
+    assert await gap(engine, reference) < 1e-4
+    reference.edit = lambda w: [x for x in w if "layers.1.self_attn.k_proj" not in x[0]]
+    with pytest.raises(EngineError, match=r"left out.*layers\.1\.self_attn\.qkv_proj"):
+        await refit(engine, reference)
+    await engine.health()
     reference.edit = lambda weights: weights
     await refit(engine, reference)
     assert await gap(engine, reference) < 1e-4
