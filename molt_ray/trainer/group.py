@@ -131,22 +131,27 @@ class TrainerGroup:
     async def gather(self, what: str, refs: list[ray.ObjectRef], timeout_s: float) -> list[Any]:
         """The answers by rank. Raises TrainerError on the first failure or at the deadline."""
         tasks = [asyncio.ensure_future(as_coroutine(ref)) for ref in refs]
-        done, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        if pending or any(task.exception() for task in done):
-            self.saving = False  # what the ranks cannot do together any more
-        if any(task.exception() for task in done):
-            await asyncio.wait(tasks, timeout=GRACE_S)
-            raise self.failure(what, {r: e for r, t in enumerate(tasks) if t.done() and (e := t.exception())})
-        if pending:
-            late = [self.name(rank) for rank, task in enumerate(tasks) if task in pending]
-            raise TrainerError(f"{what}: no answer from {', '.join(late)} within {timeout_s:.0f} s")
-        return [task.result() for task in tasks]
+        try:
+            done, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            failed = any(task.exception() for task in done)
+            if failed or pending:
+                self.saving = False  # what the ranks cannot finish together any more
+            if failed:
+                await asyncio.wait(tasks, timeout=GRACE_S)
+                raise self.failure(what, {r: e for r, t in enumerate(tasks) if t.done() and (e := t.exception())})
+            if pending:
+                late = [self.name(rank) for rank, task in enumerate(tasks) if task in pending]
+                raise TrainerError(f"{what}: no answer from {', '.join(late)} within {timeout_s:.0f} s")
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()  # no more than a word to those that are done
 
     def failure(self, what: str, errors: dict[int, BaseException]) -> TrainerError:
         """The error to show of several: a death, if there is one, because it made the other ranks fail in their collectives."""
-        rank, error = min(errors.items(), key=lambda item: not isinstance(item[1], ray.exceptions.RayActorError))
-        error = TrainerError(f"{what}: {self.name(rank)} failed: {error}")
-        error.__cause__ = errors[rank]
+        rank, cause = min(errors.items(), key=lambda item: not isinstance(item[1], ray.exceptions.RayActorError))
+        error = TrainerError(f"{what}: {self.name(rank)} failed: {cause}")
+        error.__cause__ = cause
         return error
 
     def name(self, rank: int) -> str:
