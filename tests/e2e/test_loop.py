@@ -1,0 +1,221 @@
+"""The whole loop on real parts: Serve, vLLM, object store, Ray Data, two FSDP2 ranks over gloo, refit.
+
+Nothing is stubbed. Every recorded token is recomputed with the weights of its own policy version.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import ray
+import torch
+from ray import serve
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import graphs.rl
+from molt_ray.config import Config, parse
+from molt_ray.metrics import read_metrics
+from molt_ray.rollout.dispatcher import RolloutError
+
+ROOT = Path(__file__).parent.parent.parent
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, namespace="molt", log_to_driver=False)
+    yield
+    serve.shutdown()
+    ray.shutdown()
+
+
+def configure(model: Path, folder: Path, **options: object) -> Config:
+    """Small batches of the last-digit job with two ranks, recorded and checkpointed at each step."""
+    flags = {
+        "actor.model_name_or_path": model,
+        "actor.num_gpus_per_node": 2,
+        "actor.adam.lr": 1e-3,
+        "data.prompt_dataset": model / "prompts.jsonl",
+        "data.label_key": "label",
+        "data.max_len": 64,
+        "algo.advantage.estimator": "grpo",
+        "rollout.batch_size": 32,
+        "rollout.n_samples_per_prompt": 4,
+        "rollout.max_new_tokens": 3,
+        "rollout.timeout_s": 60,
+        "train.agent_path": ROOT / "agents/last_digit_env.py",
+        "train.max_steps": 3,
+        "run.dir": folder,
+        "run.name": folder.name.replace("_", "-"),
+        "run.record": True,
+        "ckpt.save_steps": 1,
+        "ckpt.max_num": 0,
+    } | {name.replace("__", "."): value for name, value in options.items()}
+    return parse([word for name, value in flags.items() for word in (f"--{name}", str(value))])
+
+
+def records_of(config: Config) -> list[dict]:
+    files = sorted((Path(config.run.dir) / "rollouts").glob("*.parquet"))
+    return [record for file in files for record in pq.read_table(file).to_pylist()]
+
+
+def weights_of_versions(config: Config, tmp_path: Path) -> dict[int, torch.nn.Module]:
+    """The policy of each version: the model at 0, then the checkpoint of each step."""
+    models = {0: AutoModelForCausalLM.from_pretrained(config.actor.model_name_or_path, dtype=torch.float32)}
+    for folder in sorted(Path(config.ckpt.path).glob("step-*")):
+        state = json.loads((folder / "client_state.json").read_text())
+        dcp_to_torch_save(str(folder), str(tmp_path / "whole.pt"))
+        saved = torch.load(tmp_path / "whole.pt", weights_only=False)
+        model = AutoModelForCausalLM.from_pretrained(config.actor.model_name_or_path, dtype=torch.float32)
+        model.load_state_dict(saved["model"])
+        models[state["version"]] = model
+    return models
+
+
+@torch.no_grad()
+def largest_gap(record: dict, models: dict[int, torch.nn.Module]) -> float:
+    """Between the recorded behaviour log-probs and those of the version that each token carries."""
+    ids = torch.tensor([record["token_ids"]])
+    gap = 0.0
+    for version in {v for v in record["versions"] if v >= 0}:
+        logits = models[version](input_ids=ids).logits[0].float()
+        logprobs = torch.log_softmax(logits[:-1], -1).gather(-1, ids[0, 1:, None])[:, 0]
+        for position, (v, sampled) in enumerate(zip(record["versions"], record["turn_index"], strict=True)):
+            if v == version and sampled >= 0:
+                gap = max(gap, abs(record["logprobs"][position] - float(logprobs[position - 1])))
+    return gap
+
+
+@pytest.mark.parametrize("form", ["env", "chat"])
+def test_three_asynchronous_steps(form: str, models: dict[str, Path], tmp_path: Path):
+    """Ids, log-probs, versions, exactly-once prompts; one refit a step; the export is the last version."""
+    config = configure(models["last_digit"], tmp_path / form, train__agent_path=ROOT / f"agents/last_digit_{form}.py")
+    asyncio.run(graphs.rl.train(config, form))
+
+    metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [1, 2, 3] and [m["version"] for m in metrics] == [1, 2, 3]
+    assert all(m["train/staleness_max"] <= 1 for m in metrics)
+    assert metrics[0]["train/staleness_0"] > 0 and metrics[0]["train/logprobs_diff_max"] < 1e-3
+
+    records = records_of(config)
+    assert len(records) == 96 and metrics[-1]["prompts/trained"] == 24
+    assert len({r["prompt_id"] for r in records}) == 24
+    assert sum(sum(r["action_mask"]) for r in records) == sum(m["train/action_tokens"] for m in metrics)
+
+    tokenizer = AutoTokenizer.from_pretrained(models["last_digit"])
+    prompts = [json.loads(line) for line in (models["last_digit"] / "prompts.jsonl").read_text().splitlines()]
+    policies = weights_of_versions(config, tmp_path)
+    for record in records:
+        rendered = tokenizer.encode(prompts[record["prompt_id"]]["input"] + "|>", add_special_tokens=False)
+        assert record["token_ids"][: record["context_tokens"]] == rendered
+        assert [v >= 0 for v in record["versions"]] == record["action_mask"]
+        assert max(record["versions"]) in (record["step"] - 1, record["step"] - 2)
+        assert largest_gap(record, policies) < 1e-3
+
+    exported = AutoModelForCausalLM.from_pretrained(config.ckpt.output_dir, dtype=torch.float32).state_dict()
+    for name, tensor in policies[3].state_dict().items():
+        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=0)
+    assert (Path(config.run.dir) / "reward.png").exists()
+    assert list((Path(config.run.dir) / "tensorboard").iterdir())
+    assert serve.status().applications == {}  # nothing outlives the job
+
+
+def test_a_resumed_run_goes_on_where_it_stopped(models: dict[str, Path], tmp_path: Path):
+    """No prompt twice, versions above all that were published, steps counted on."""
+    short = configure(models["last_digit"], tmp_path / "resume", train__max_steps=2)
+    asyncio.run(graphs.rl.train(short, "env"))
+    longer = configure(models["last_digit"], tmp_path / "resume", train__max_steps=4, ckpt__load_enable=True)
+    asyncio.run(graphs.rl.train(longer, "env"))
+
+    metrics = read_metrics(Path(longer.run.dir) / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
+    assert [m["version"] for m in metrics] == [1, 2, 4, 5]  # 3 was the refit that the resume began with
+    records = records_of(longer)
+    assert len({r["prompt_id"] for r in records}) == 32
+    assert all(v >= 3 for r in records if r["step"] > 2 for v in r["versions"] if v >= 0)
+
+
+def worker_pid() -> int:
+    """The process of the living agent worker; waits for its replacement where Serve is still making one."""
+    for _ in range(120):
+        for name in [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if "AgentWorker" in a["name"]]:
+            with contextlib.suppress(ValueError, ray.exceptions.RayActorError):
+                worker = ray.get_actor(name, namespace="serve")
+                return ray.get(worker.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
+        time.sleep(0.5)
+    raise AssertionError("no agent worker")
+
+
+def test_an_agent_worker_killed_after_offload_and_before_reload(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Packs over 100 KB are the driver's: the ranks read them after kill -9 of the worker that made them."""
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"input": f"town {i}", "label": ""}) + "\n" for i in range(40)))
+    config = configure(
+        models["dense"],
+        tmp_path / "killed",
+        data__prompt_dataset=data,
+        data__max_len=1500,
+        rollout__max_new_tokens=8,
+        rollout__n_samples_per_prompt=8,
+        train__agent_path=HERE / "agents/long_context.py",
+        train__max_staleness=0,
+    )
+    killed = []
+
+    def kill_then_hand_over(frames):
+        if len(killed) < 2:
+            os.kill(worker_pid(), signal.SIGKILL)
+            packs = {where.ref for frame in frames for row in frame["row"] for where in row.packs.values()}
+            killed.append(min(pack.nbytes for pack in ray.get(list(packs))))
+        return hand_over(frames)
+
+    hand_over = graphs.rl.to_datasets
+    monkeypatch.setattr(graphs.rl, "to_datasets", kill_then_hand_over)
+    asyncio.run(graphs.rl.train(config, "env"))
+
+    assert len(killed) == 2 and min(killed) > 100_000
+    metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
+    assert [m["rollout/num_rollouts"] for m in metrics] == [32, 32, 32]
+    assert metrics[-1]["prompts/trained"] == 12
+    assert all(m["train/staleness_max"] == 0 and m["train/logprobs_diff_max"] < 1e-3 for m in metrics)
+
+
+def test_an_agent_that_only_raises_stops_the_run_with_the_reason(models: dict[str, Path], tmp_path: Path, capfd):
+    config = configure(
+        models["last_digit"], tmp_path / "raises", train__agent_path=HERE / "agents/raises.py", rollout__max_retries=0
+    )
+    with pytest.raises(RolloutError, match="agent_error"):
+        asyncio.run(graphs.rl.train(config, "env"))
+    assert "the sandbox is gone" in capfd.readouterr().out
+    assert serve.status().applications == {}
+
+
+def test_an_agent_that_never_returns_is_ended_counted_and_retried(models: dict[str, Path], tmp_path: Path):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text(
+        "".join(
+            json.dumps({"input": f"{i:03d}", "label": str(tmp_path / f"flag{min(i, 1)}")}) + "\n" for i in range(16)
+        )
+    )
+    (tmp_path / "flag1").touch()
+    config = configure(
+        models["last_digit"],
+        tmp_path / "hangs",
+        data__prompt_dataset=data,
+        train__agent_path=HERE / "agents/hangs_once.py",
+        train__max_steps=2,
+        rollout__timeout_s=5,
+    )
+    asyncio.run(graphs.rl.train(config, "env"))
+    last = read_metrics(Path(config.run.dir) / "metrics.jsonl")[-1]
+    assert last["rollout/failed/timeout"] == 1 and last["prompts/trained"] == 16
