@@ -80,7 +80,7 @@ class PolicyEngine:
             **sampling,
             max_tokens=room if wanted is None else min(wanted, room),
             logprobs=0,  # the sampled token's, and no other
-            flat_logprobs=True,  # plain lists; an object a token costs a tenth of the output path
+            flat_logprobs=True,  # plain lists instead of a dict and an object for each token
             detokenize=request.text or bool(sampling.get("stop")),
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
