@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine: `make train` and `make test`.
 RECIPE ?= jobs/recipes/last_digit.yaml
-RUN ?= $(basename $(notdir $(RECIPE)))
+NAME := $(basename $(notdir $(RECIPE)))
+RUN := runs/$(NAME)-$(shell date +%Y%m%d-%H%M%S)
 # More options for the job, e.g. make train ARGS="--train.seed 1"
 ARGS ?=
 
@@ -14,7 +15,7 @@ export PATH
 train: .venv/ready build/last_digit/prompts.jsonl
 	@scripts/head.sh
 	ray job submit --address http://127.0.0.1:8265 --working-dir . --runtime-env-json '{"excludes": [".git", "runs", "docs"]}' -- \
-		$(CURDIR)/.venv/bin/python jobs/train.py --recipe $(RECIPE) --run.name $(RUN) --root $(CURDIR) $(ARGS)
+		$(CURDIR)/.venv/bin/python jobs/train.py --recipe $(RECIPE) --root $(CURDIR) --run.name $(NAME) --run.dir $(RUN) $(ARGS)
 
 test: .venv/ready
 	.venv/bin/ruff check .

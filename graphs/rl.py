@@ -20,7 +20,7 @@ from ray import serve
 from graphs.graph import Edge, Graph, Node
 from molt_ray import resources
 from molt_ray.algorithm.advantage import advantage_values
-from molt_ray.config import Config
+from molt_ray.config import Config, refuse
 from molt_ray.engine.fleet import Fleet
 from molt_ray.experience import Row
 from molt_ray.handoff import StepPlan, plan_step, to_datasets
@@ -157,6 +157,7 @@ class Loop:
             **{f"timing/{name}": seconds for name, seconds in step.seconds.items()},
             **{f"prompts/{outcome}": count for outcome, count in self.pool.outcomes.items()},
             **{f"rollout/failed/{reason}": count for reason, count in self.dispatcher.failures.items()},
+            **{f"rollout/prefix_break/{reason}": count for reason, count in self.dispatcher.breaks.items()},
             "perf/tokens_per_s": sum(row.tokens for row in step.rows) / step.seconds["step_total"],
             "version": self.version,
         }
@@ -198,6 +199,7 @@ class Timer:
 
 async def train(config: Config, form: AgentForm) -> None:
     """One run from nothing to its exported model. Whatever happens, nothing of it stays behind in the cluster."""
+    refuse_used_folder(config)
     main = asyncio.current_task()
     for stop in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(stop, main.cancel)
@@ -242,6 +244,16 @@ async def train(config: Config, form: AgentForm) -> None:
         finally:
             log.close()
             print(stage_report(log.file, startup), flush=True)
+
+
+def refuse_used_folder(config: Config) -> None:
+    """A new run does not mix with what an earlier one left. Raises ConfigError."""
+    if not config.ckpt.load_enable and (Path(config.run.dir) / "metrics.jsonl").exists():
+        refuse(
+            "run.dir",
+            config.run.dir,
+            "holds a run already; go on with it by --ckpt.load_enable True, or give another folder",
+        )
 
 
 async def timed(into: dict[str, float], name: str, work) -> None:

@@ -43,10 +43,13 @@ def run(config: Config, plan_only: bool) -> int:
     from graphs.rl import declare, train
     from molt_ray.agents.load import load_runner
     from molt_ray.agents.runners import ChatAgentRunner
+    from molt_ray.engine.arguments import check_engine_arguments
 
     cluster = ray.cluster_resources()
+    gpus = cluster.get("GPU", 0) > 0
+    check_engine_arguments(config, gpu=gpus)
     form = "chat" if isinstance(load_runner(config.train.agent_path), ChatAgentRunner) else "env"
-    graph = declare(config, form, gpus=cluster.get("GPU", 0) > 0)
+    graph = declare(config, form, gpus=gpus)
     problems = graph.problems(cluster)
     if plan_only:
         print(graph.render(cluster))
@@ -60,6 +63,10 @@ def run(config: Config, plan_only: bool) -> int:
 def main(argv: list[str]) -> int:
     options, flags = own_options(argv)
     try:
+        if options.root is None and "working_dir_files" in Path.cwd().parts:
+            raise ConfigError(
+                "--root: needed in a submitted job, which runs in an unpacked copy of the working dir that goes away"
+            )
         config = parse(flags, options.recipe, root=options.root, description=__doc__)
         attach(options.local)
         return run(config, options.plan)

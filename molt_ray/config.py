@@ -214,7 +214,7 @@ class RolloutConfig(Section):
     timeout_s: float = Field(default=1800.0, gt=0)
     """Deadline of one rollout, seconds; then the agent is cancelled or killed."""
     max_retries: int = Field(default=2, ge=0)
-    """How often a failed group is tried again before its prompt counts as failed."""
+    """How often a failed rollout is tried again, and a group whose worker or engine was lost, before the prompt counts as failed."""
 
 
 class TrainConfig(Section):

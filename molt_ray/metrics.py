@@ -48,8 +48,6 @@ def rollout_metrics(rows: list[Row]) -> dict[str, float]:
     for key in sorted({k for r in rollouts for k in r.info}):
         values = [r.info[key] for r in rollouts if key in r.info]
         out[f"rollout/{key}"] = sum(values) / len(values)
-    for reason in sorted({r.opened_by for r in rows} - {"start"}):
-        out[f"rollout/prefix_break/{reason}"] = sum(r.opened_by == reason for r in rows)
     return out
 
 

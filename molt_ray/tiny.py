@@ -142,4 +142,4 @@ def byte_tokenizer():
 if __name__ == "__main__":
     import sys
 
-    print(make_last_digit(Path(sys.argv[1])))
+    print(make_last_digit(Path(sys.argv[1]), *map(int, sys.argv[2:3])))  # FOLDER [SEED]

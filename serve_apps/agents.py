@@ -16,6 +16,7 @@ from molt_ray.agents.runners import StepEnvRunner
 from molt_ray.capture.template import HfTemplate
 from molt_ray.config import Config
 from molt_ray.experience import Pack
+from molt_ray.resources import AGENT_WORKER_CPUS
 from molt_ray.rollout.messages import GroupTask, GroupUpdate
 from molt_ray.rollout.worker import RolloutWorker
 
@@ -82,5 +83,5 @@ def app(config: Config) -> serve.Application:
         max_constructor_retry_count=1,  # an agent file that does not import now will not later
         graceful_shutdown_timeout_s=config.rollout.timeout_s * (1 + config.rollout.max_retries),
         logging_config={"enable_access_log": False},
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": AGENT_WORKER_CPUS},
     ).bind(config)

@@ -24,6 +24,7 @@ from molt_ray.capture.dialect import dialect_of, error_body
 from molt_ray.capture.server import bind, start
 from molt_ray.capture.session import Session, SessionError, SessionIds, Sessions
 from molt_ray.config import Config
+from molt_ray.resources import CAPTURE_CPUS
 from serve_apps.engine import with_variables
 
 if TYPE_CHECKING:
@@ -168,5 +169,5 @@ def app(config: Config) -> serve.Application:
         health_check_timeout_s=60,
         max_constructor_retry_count=1,
         logging_config={"enable_access_log": False},
-        ray_actor_options={"num_cpus": 0.1, "runtime_env": with_variables(variables)},
+        ray_actor_options={"num_cpus": CAPTURE_CPUS, "runtime_env": with_variables(variables)},
     ).bind(config, secrets.token_bytes(32))

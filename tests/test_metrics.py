@@ -18,7 +18,6 @@ def test_a_rollout_counts_once_whatever_its_segments():
     values = rollout_metrics(rows)
     assert values["rollout/reward_mean"] == 0.5
     assert values["rollout/num_rollouts"] == 2 and values["rollout/num_segments"] == 4
-    assert values["rollout/prefix_break/rewrite"] == 1
 
 
 def test_info_keys_may_differ_between_rollouts():

@@ -13,9 +13,10 @@ import traceback
 from pathlib import Path
 
 from molt_ray.agents.runners import ChatAgentRunner, Runner, StepEnvRunner
+from molt_ray.config import ConfigError
 
 
-class AgentLoadError(ValueError):
+class AgentLoadError(ConfigError):
     """An agent file that cannot be used; the message says why and what to write."""
 
 

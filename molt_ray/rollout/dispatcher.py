@@ -19,6 +19,8 @@ from molt_ray.rollout.calls import stream_group
 from molt_ray.rollout.messages import Failure, GroupTask
 from molt_ray.rollout.pool import Group, GroupPool
 
+# What a worker could not try again by itself, because it, or the engine under it, was gone.
+OF_THE_CLUSTER = frozenset({"worker_died", "worker_timeout", "engine_error"})
 # Beyond the rollouts' own deadline, for what a worker needs to cancel, kill and answer.
 GRACE_S = 30.0
 Filter = Callable[[list[Row]], str]  # the reason to drop a whole group, or ""
@@ -45,6 +47,7 @@ class Dispatcher:
         self.handle = handle
         self.keep = keep
         self.failures: Counter[str] = Counter()  # rollouts that failed, by reason, also those that a retry saved
+        self.breaks: Counter[str] = Counter()  # prefix breaks, by reason
         self.finished_groups = 0
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
@@ -113,6 +116,7 @@ class Dispatcher:
                 async for update, _ in updates:
                     rows += update.rows
                     self._count(update.failures)
+                    self._count_breaks(update.breaks)
                     if update.failed:
                         self._failed(group, update.failed)
                         return
@@ -130,7 +134,7 @@ class Dispatcher:
     def _finished(self, group: Group, rows: list[Row]) -> None:
         self.finished_groups += 1
         self._failed_in_a_row.clear()
-        reason = self.keep(rows)
+        reason = self.keep(rows) if any(row.action_tokens for row in rows) else "no_action_tokens"
         if reason:
             self.pool.filtered(group.group_id, reason)
         else:
@@ -140,7 +144,7 @@ class Dispatcher:
         if detail:
             self._count([Failure(group.group_id, reason, detail)])
         self._failed_in_a_row.append(reason)
-        self.pool.failed(group.group_id, reason)
+        self.pool.failed(group.group_id, reason, retry=reason in OF_THE_CLUSTER)
 
     def _count(self, failures: list[Failure]) -> None:
         """Counts reasons, and prints the first of each in full: thousands of the same say no more."""
@@ -148,6 +152,12 @@ class Dispatcher:
             if not self.failures[failure.reason]:
                 print(f"rollout {failure.rollout_id} failed ({failure.reason}):\n{failure.detail}", flush=True)
             self.failures[failure.reason] += 1
+
+    def _count_breaks(self, breaks: dict[str, tuple[int, str]]) -> None:
+        for reason, (count, sample) in breaks.items():
+            if not self.breaks[reason]:
+                print(f"first prefix break ({reason}), a new segment begins: {sample}", flush=True)
+            self.breaks[reason] += count
 
     def _why(self) -> str:
         counts = ", ".join(f"{reason} {n}" for reason, n in Counter(self._failed_in_a_row).most_common())

@@ -112,11 +112,14 @@ class GroupPool:
         """A whole group is not trained; its slot is free at once, so the next prompt takes its place."""
         self._settle(self.in_flight.pop(group_id), f"filtered/{reason}")
 
-    def failed(self, group_id: str, reason: str) -> bool:
-        """A group could not be finished. Returns True when its prompt is tried again, False when it counts as failed."""
+    def failed(self, group_id: str, reason: str, *, retry: bool = True) -> bool:
+        """A group could not be finished. Returns True when its prompt is tried again, False when it counts as failed.
+
+        `retry`: another try may help; the worker has tried each rollout again by itself already.
+        """
         group = self.in_flight.pop(group_id)
         group.failures += 1
-        if group.failures <= self.max_retries:
+        if retry and group.failures <= self.max_retries:
             self.retries[reason] += 1
             self._again.append(group)
             return True
