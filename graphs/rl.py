@@ -7,6 +7,7 @@ TrainerRank → refit → PolicyEngine. While the ranks train version v, the nex
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import time
 from contextlib import AsyncExitStack
@@ -23,7 +24,7 @@ from molt_ray.algorithm.advantage import advantage_values
 from molt_ray.config import Config, refuse
 from molt_ray.engine.fleet import Fleet
 from molt_ray.experience import Row
-from molt_ray.handoff import StepPlan, plan_step, to_datasets
+from molt_ray.handoff import StepPlan, plan_step, quiet_data, to_datasets
 from molt_ray.metrics import MetricsLog, read_metrics, rollout_metrics, stage_report
 from molt_ray.record import write_records
 from molt_ray.rollout.dispatcher import Dispatcher
@@ -31,7 +32,7 @@ from molt_ray.rollout.pool import Group, GroupPool
 from molt_ray.rollout.prompts import PromptOrder, read_prompts
 from molt_ray.trainer.group import TrainerGroup
 from serve_apps import agents, capture
-from serve_apps.deploy import app_name, deploy, sweep, wait_running
+from serve_apps.deploy import app_name, deploy, release, sweep, wait_running
 
 AgentForm = Literal["env", "chat"]
 
@@ -200,9 +201,13 @@ class Timer:
 async def train(config: Config, form: AgentForm) -> None:
     """One run from nothing to its exported model. Whatever happens, nothing of it stays behind in the cluster."""
     refuse_used_folder(config)
-    main = asyncio.current_task()
+    quiet_data()
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    main, dispatcher = asyncio.current_task(), None
     for stop in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(stop, main.cancel)
+        asyncio.get_running_loop().add_signal_handler(
+            stop, lambda: asyncio.ensure_future(give_up(config, main, dispatcher))
+        )
     startup: dict[str, float] = {}
     async with AsyncExitStack() as stack:
         with Timer(startup, "prompts"):
@@ -243,7 +248,17 @@ async def train(config: Config, form: AgentForm) -> None:
                     await trainers.export(config.ckpt.output_dir)
         finally:
             log.close()
-            print(stage_report(log.file, startup), flush=True)
+            report = stage_report(log.file, startup)
+            (log.folder / "report.txt").write_text(report + "\n")
+            print(report, f"results in {log.folder}", sep="\n", flush=True)
+
+
+async def give_up(config: Config, main: asyncio.Task, dispatcher: Dispatcher | None) -> None:
+    """Lets the cluster go at once, then ends the run: `ray job stop` kills the driver three seconds after it asked."""
+    if dispatcher is not None:
+        await dispatcher.close()
+    release(config.run.name)
+    main.cancel()
 
 
 def refuse_used_folder(config: Config) -> None:

@@ -161,7 +161,12 @@ def advertised(config: Config) -> str:
 
 def app(config: Config) -> serve.Application:
     """The application `<run.name>-capture`."""
-    variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_NO_USAGE_STATS": "1"}
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
     return Capture.options(
         num_replicas=config.capture.num_replicas,
         max_ongoing_requests=100_000,  # a session is one call, and waits for nothing of Serve's

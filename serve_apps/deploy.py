@@ -46,6 +46,12 @@ async def wait_running(name: str, timeout_s: float) -> None:
         await asyncio.sleep(0.2)
 
 
+def release(run_name: str) -> None:
+    """Has Serve delete every application of `run_name`, without waiting."""
+    for part in PARTS:
+        serve.delete(app_name(run_name, part), _blocking=False)
+
+
 def sweep(run_name: str) -> None:
     """Deletes every Serve application of `run_name`."""
     present = serve.status().applications

@@ -144,7 +144,12 @@ def app(config: Config, *, gpu: bool) -> serve.Application:
     )
     if gpu:
         # The engine's workers are its child processes and share these GPUs. A placement group would make vLLM start Ray workers.
-        options["ray_actor_options"] = {"num_cpus": ENGINE_CPUS, "num_gpus": tp}
+        variables = {"VLLM_LOGGING_LEVEL": "WARNING"}
+        options["ray_actor_options"] = {
+            "num_cpus": ENGINE_CPUS,
+            "num_gpus": tp,
+            "runtime_env": with_variables(variables),
+        }
     else:
         variables = cpu_environment(config.actor.model_name_or_path, tensor_parallel=tp)
         options["ray_actor_options"] = {"num_cpus": ENGINE_CPUS, "runtime_env": with_variables(variables)}

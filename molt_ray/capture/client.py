@@ -16,9 +16,8 @@ from typing import Any
 import httpx
 from ray import serve
 
+from molt_ray.capture.tree import Break
 from molt_ray.experience import Segment
-
-from .tree import Break
 
 OPEN_TIMEOUT_S = 120.0  # a replica may be starting
 CLOSE_TIMEOUT_S = 60.0

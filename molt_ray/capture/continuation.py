@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .message import Message, has_thinking, is_text, reasoning_of, text_of, without_reasoning
-from .template import Template
+from molt_ray.capture.message import Message, has_thinking, is_text, reasoning_of, text_of, without_reasoning
+from molt_ray.capture.template import Template
 
 MARK = "molt-mark-51c8e0"
 

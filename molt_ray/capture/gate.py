@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
-from .dialect import Dialect, dialect_of, error_body, too_long_body
-from .session import Exchange, SessionError, Sessions
+from molt_ray.capture.dialect import Dialect, dialect_of, error_body, too_long_body
+from molt_ray.capture.session import Exchange, SessionError, Sessions
 
 ASGIMessage = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]

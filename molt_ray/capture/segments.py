@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..experience import CONTEXT, Segment, Turn
+from molt_ray.experience import CONTEXT, Segment, Turn
 
 if TYPE_CHECKING:
     from .tree import SampledTurn

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .tree import Placement, SampledTurn, TokenTree
+from molt_ray.capture.tree import Placement, SampledTurn, TokenTree
 
 RANDOM_BYTES = 16
 MAC_BYTES = 16

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from .message import Message, is_text
+from molt_ray.capture.message import Message, is_text
 
 PROBE = "molt-probe-7f3a"
 

@@ -30,12 +30,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..experience import Segment
-from .continuation import Conversation, PrefixBreak, Rendering, appended_ids, beside
-from .message import Message, canonical, digests, dumps
-from .sampling import why_unusable
-from .segments import segments_of
-from .template import Template
+from molt_ray.capture.continuation import Conversation, PrefixBreak, Rendering, appended_ids, beside
+from molt_ray.capture.message import Message, canonical, digests, dumps
+from molt_ray.capture.sampling import why_unusable
+from molt_ray.capture.segments import segments_of
+from molt_ray.capture.template import Template
+from molt_ray.experience import Segment
 
 NO_BREAK = ("", "start", "branch")
 

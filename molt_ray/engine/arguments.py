@@ -109,6 +109,7 @@ def cpu_environment(model: str, *, tensor_parallel: int = 1) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default binds every engine to core 0
         "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request compiles a helper for 2 s
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",  # three lines a refit otherwise
         "TOKENIZERS_PARALLELISM": "false",
     }
     if tensor_parallel == 1:

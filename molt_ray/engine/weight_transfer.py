@@ -9,6 +9,7 @@ nothing but an importable package: the engine argument `worker_extension_cls` na
 from __future__ import annotations
 
 import datetime
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -293,6 +294,8 @@ def register() -> None:
     ):
         if BACKEND not in factory._registry:
             factory.register_engine(BACKEND, engine)
+    # At each refit it warns of modules without weights of their own (rotary tables); what is truly missing, weight_checks finds.
+    logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
 
 
 register()

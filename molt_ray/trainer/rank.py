@@ -16,7 +16,7 @@ from ray.data import Dataset
 
 from molt_ray.config import Config
 from molt_ray.experience import Experience, Row
-from molt_ray.handoff import StepPlan
+from molt_ray.handoff import StepPlan, quiet_data
 
 if TYPE_CHECKING:
     from molt_ray.trainer.collate import Sample
@@ -58,6 +58,7 @@ class TrainerRank:
         self.weights = CheckpointWeights(self.learner.model, self.learner.dtype)
         self.shared = SharedIteration(self.weights)
         self.checkpoints = Checkpoints(Path(self.config.ckpt.path), self.config.ckpt.max_num, fsdp.timeout_s)
+        quiet_data()
         if self.rank == 0:
             weight_sender_class()  # 4 s and more, while the engines start, rather than in the first refit
         gc.collect()

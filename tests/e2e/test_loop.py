@@ -8,6 +8,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +39,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def configure(model: Path, folder: Path, **options: object) -> Config:
+def flags_of(model: Path, folder: Path, **options: object) -> list[str]:
     """Small batches of the last-digit job with two ranks, recorded and checkpointed at each step."""
     flags = {
         "actor.model_name_or_path": model,
@@ -59,7 +61,11 @@ def configure(model: Path, folder: Path, **options: object) -> Config:
         "ckpt.save_steps": 1,
         "ckpt.max_num": 0,
     } | {name.replace("__", "."): value for name, value in options.items()}
-    return parse([word for name, value in flags.items() for word in (f"--{name}", str(value))])
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def configure(model: Path, folder: Path, **options: object) -> Config:
+    return parse(flags_of(model, folder, **options))
 
 
 def records_of(config: Config) -> list[dict]:
@@ -219,3 +225,30 @@ def test_an_agent_that_never_returns_is_ended_counted_and_retried(models: dict[s
     asyncio.run(graphs.rl.train(config, "env"))
     last = read_metrics(Path(config.run.dir) / "metrics.jsonl")[-1]
     assert last["rollout/failed/timeout"] == 1 and last["prompts/trained"] == 16
+
+
+def test_a_stopped_job_leaves_nothing_in_the_cluster(models: dict[str, Path], tmp_path: Path):
+    """`ray job stop` sends SIGTERM and, three seconds later, SIGKILL."""
+    flags = flags_of(models["last_digit"], tmp_path / "stopped", train__max_steps=1000, train__num_episodes=50)
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    process = subprocess.Popen([sys.executable, HERE / "stopped_run.py", *flags], env=environment)
+    metrics = tmp_path / "stopped/metrics.jsonl"
+    try:
+        for _ in range(240):
+            if metrics.exists() and metrics.read_text().count("\n") >= 2:
+                break
+            assert process.poll() is None
+            time.sleep(0.5)
+        assert len(serve.status().applications) == 2
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=3)
+    finally:
+        process.kill()
+        process.wait()
+    for _ in range(120):
+        names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if "stopped" in a["name"]]
+        if not serve.status().applications and not names:
+            return
+        time.sleep(0.5)
+    raise AssertionError((serve.status().applications, names))

@@ -1,0 +1,13 @@
+"""A run in a process of its own, attached to the cluster at RAY_ADDRESS: what `ray job submit` starts. Arguments: the run's flags."""
+
+import asyncio
+import sys
+
+import ray
+
+from graphs.rl import train
+from molt_ray.config import parse
+
+if __name__ == "__main__":
+    ray.init(address="auto", namespace="molt", log_to_driver=False)
+    asyncio.run(train(parse(sys.argv[1:]), "env"))
