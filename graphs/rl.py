@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -19,13 +18,14 @@ import ray.data
 from ray import serve
 
 from graphs.graph import Edge, Graph, Node
+from graphs.lifecycle import Timer, refuse_what_is_in_use, stop_on_signals, together
 from molt_ray import resources
 from molt_ray.algorithm.advantage import advantage_values
-from molt_ray.config import Config, refuse
+from molt_ray.config import Config
 from molt_ray.engine.fleet import Fleet
 from molt_ray.experience import Row
 from molt_ray.handoff import StepPlan, plan_step, quiet_data, to_datasets
-from molt_ray.metrics import MetricsLog, read_metrics, rollout_metrics, stage_report
+from molt_ray.metrics import MetricsLog, rollout_metrics, stage_report
 from molt_ray.record import write_records
 from molt_ray.rollout.dispatcher import Dispatcher
 from molt_ray.rollout.pool import Group, GroupPool
@@ -35,6 +35,8 @@ from serve_apps import agents, capture
 from serve_apps.deploy import app_name, deploy, release, sweep, wait_running
 
 AgentForm = Literal["env", "chat"]
+WATCH_S = 5.0  # between looks at the engines while no batch comes
+RECORD_S = 600.0
 
 
 def declare(config: Config, form: AgentForm, *, gpus: bool) -> Graph:
@@ -121,9 +123,14 @@ class Loop:
         )
 
     async def awaited(self, upcoming: asyncio.Task[Step | None]) -> Step | None:
-        """The step; the time that the ranks waited for it counts as generation."""
+        """The step. The time that the ranks waited for it counts as generation; while they do, engines that came back after all
+        had died get the weights that they wait for."""
         begun = time.monotonic()
-        step = await upcoming
+        while not (await asyncio.wait([upcoming], timeout=WATCH_S))[0]:
+            roster = await self.fleet.roster()
+            if roster.waiting() and not roster.serving():
+                await self.send_weights(self.version)
+        step = upcoming.result()
         if step is not None:
             step.seconds["generation"] = time.monotonic() - begun
         return step
@@ -141,34 +148,45 @@ class Loop:
             return Step(groups, rows, plan, to_datasets(frames), seconds)
 
     async def refit(self) -> None:
-        """The engines get the trainer's weights under the next version; what runs there is paused, not lost."""
-        await self.fleet.pause("keep" if self.config.train.partial_rollout_enable else "wait")
-        await self.trainers.refit(self.version + 1, self.fleet.sender_args)
-        await self.fleet.resume()
+        """The engines get the trainer's weights under the next version, which is noted first: it must not be used again after a crash."""
+        (self.log.folder / "version").write_text(str(self.version + 1))
+        await self.send_weights(self.version + 1)
         self.version += 1
 
+    async def send_weights(self, version: int) -> None:
+        """What runs in the engines meanwhile is paused, not lost."""
+        await self.fleet.pause("keep" if self.config.train.partial_rollout_enable else "wait")
+        await self.trainers.refit(version, self.fleet.sender_args)
+        await self.fleet.resume()
+
     async def report(self, step: Step, trained: dict[str, float]) -> None:
-        """Metrics, records and the checkpoint of a finished step."""
+        """Records, checkpoint and metrics of a finished step."""
         self.step += 1
+        if self.config.run.record:
+            file = self.log.folder / "rollouts" / f"step-{self.step:06d}.parquet"
+            with Timer(step.seconds, "record"):
+                await asyncio.wait_for(write_records.remote(str(file), self.step, step.rows), RECORD_S)
+        if self.config.ckpt.save_steps > 0 and self.step % self.config.ckpt.save_steps == 0:
+            state = {"step": self.step, "version": self.version, "pool": self.pool.state()}
+            with Timer(step.seconds, "checkpoint"):
+                await self.trainers.save(f"step-{self.step:06d}", state)
         now = time.monotonic()
         step.seconds["step_total"], self.reported = now - self.reported, now
+        counts = {
+            "prompts": self.pool.outcomes,
+            "rollout/retried_groups": self.pool.retries,
+            "rollout/failed": self.dispatcher.failures,
+            "rollout/prefix_break": self.dispatcher.breaks,
+        }
         values = {
             **rollout_metrics(step.rows),
             **{f"train/{name}": value for name, value in trained.items()},
             **{f"timing/{name}": seconds for name, seconds in step.seconds.items()},
-            **{f"prompts/{outcome}": count for outcome, count in self.pool.outcomes.items()},
-            **{f"rollout/failed/{reason}": count for reason, count in self.dispatcher.failures.items()},
-            **{f"rollout/prefix_break/{reason}": count for reason, count in self.dispatcher.breaks.items()},
+            **{f"{family}/{name}": count for family, counter in counts.items() for name, count in counter.items()},
             "perf/tokens_per_s": sum(row.tokens for row in step.rows) / step.seconds["step_total"],
             "version": self.version,
         }
         self.log.write(self.step, values)
-        if self.config.run.record:
-            file = Path(self.config.run.dir) / "rollouts" / f"step-{self.step:06d}.parquet"
-            await write_records.remote(str(file), self.step, step.rows)
-        if self.config.ckpt.save_steps > 0 and self.step % self.config.ckpt.save_steps == 0:
-            state = {"step": self.step, "version": self.version, "pool": self.pool.state()}
-            await self.trainers.save(f"step-{self.step:06d}", state)
 
     async def resume(self) -> None:
         """Continues from the newest complete checkpoint, if there is one: its weights reach the engines before the first rollout,
@@ -179,39 +197,33 @@ class Loop:
             return
         self.step = state["step"]
         self.pool.restore(state["pool"])
-        self.version = max([state["version"], *(r["version"] for r in read_metrics(self.log.file))])
+        noted = self.log.folder / "version"
+        self.version = max(state["version"], int(noted.read_text()) if noted.exists() else 0)
         await self.refit()
         self.pool.refitted(self.version, [])
         print(f"resumed after step {self.step}, at version {self.version}", flush=True)
 
 
-class Timer:
-    """Adds the seconds of a block to `into[name]`."""
+async def train(config: Config, form: AgentForm, startup: dict[str, float] | None = None) -> None:
+    """One run from nothing to its exported model. Whatever happens, nothing of it stays behind in the cluster.
 
-    def __init__(self, into: dict[str, float], name: str):
-        self.into, self.name = into, name
-
-    def __enter__(self) -> None:
-        self.begun = time.monotonic()
-
-    def __exit__(self, *error: object) -> None:
-        self.into[self.name] = self.into.get(self.name, 0.0) + time.monotonic() - self.begun
-
-
-async def train(config: Config, form: AgentForm) -> None:
-    """One run from nothing to its exported model. Whatever happens, nothing of it stays behind in the cluster."""
-    refuse_used_folder(config)
+    `startup`: seconds spent before, by name, for the report.
+    """
+    startup = {} if startup is None else startup
+    refuse_what_is_in_use(config)
     quiet_data()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    main, dispatcher = asyncio.current_task(), None
-    for stop in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(
-            stop, lambda: asyncio.ensure_future(give_up(config, main, dispatcher))
-        )
-    startup: dict[str, float] = {}
     async with AsyncExitStack() as stack:
         with Timer(startup, "prompts"):
             prompts = read_prompts(config.data)
+        with Timer(startup, "serve"):
+            serve.start()  # once, before the parts below race to do it
+            sweep(config.run.name)
+        stack.callback(sweep, config.run.name)
+        fleet = Fleet(config)
+        stack.push_async_callback(fleet.stop)
+        trainers = TrainerGroup(config, total_optimizer_steps=optimizer_steps(config, len(prompts)))
+        stack.push_async_callback(trainers.shutdown)
         order = PromptOrder(len(prompts), episodes=config.train.num_episodes, seed=config.train.seed)
         pool = GroupPool(
             order,
@@ -219,61 +231,41 @@ async def train(config: Config, form: AgentForm) -> None:
             max_staleness=config.train.max_staleness,
             max_retries=config.rollout.max_retries,
         )
-        trainers = TrainerGroup(config, total_optimizer_steps=optimizer_steps(config, len(prompts)))
-        fleet = Fleet(config)
-        with Timer(startup, "serve"):
-            serve.start()  # once, before the parts below race to do it
-            sweep(config.run.name)
-        stack.callback(sweep, config.run.name)
-        stack.push_async_callback(fleet.stop)
-        stack.push_async_callback(trainers.shutdown)
-        with Timer(startup, "engines, ranks and workers"):
-            await asyncio.gather(
-                timed(startup, "  engines", fleet.start()),
-                timed(startup, "  trainer ranks", trainers.start()),
-                timed(startup, "  agent workers", start_workers(config, form)),
-            )
-        handle = serve.get_deployment_handle("AgentWorker", app_name(config.run.name, "agents"))
-        dispatcher = Dispatcher(config, pool, prompts, handle)
+        workers = serve.get_deployment_handle("AgentWorker", app_name(config.run.name, "agents"))
+        dispatcher = Dispatcher(config, pool, prompts, workers)
         stack.push_async_callback(dispatcher.close)
+        stop_on_signals(lambda: let_go(config, dispatcher))
+        with Timer(startup, "engines, ranks, workers"):
+            await together(
+                startup,
+                engines=fleet.start(),
+                trainer_ranks=trainers.start(),
+                agent_workers=start_workers(config, form),
+            )
         log = MetricsLog(Path(config.run.dir), config.run.name, step_limit(config, len(prompts)))
+        stack.callback(conclude, log, startup)
         loop = Loop(config, pool, dispatcher, fleet, trainers, log)
         if config.ckpt.load_enable:
             await loop.resume()
-        try:
-            await loop.run()
-            await trainers.finish_save()
-            if not config.ckpt.disable_final_save:
-                with Timer(startup, "export"):
-                    await trainers.export(config.ckpt.output_dir)
-        finally:
-            log.close()
-            report = stage_report(log.file, startup)
-            (log.folder / "report.txt").write_text(report + "\n")
-            print(report, f"results in {log.folder}", sep="\n", flush=True)
+        await loop.run()
+        await trainers.finish_save()
+        if not config.ckpt.disable_final_save:
+            with Timer(startup, "export"):
+                await trainers.export(config.ckpt.output_dir)
 
 
-async def give_up(config: Config, main: asyncio.Task, dispatcher: Dispatcher | None) -> None:
-    """Lets the cluster go at once, then ends the run: `ray job stop` kills the driver three seconds after it asked."""
-    if dispatcher is not None:
-        await dispatcher.close()
+def conclude(log: MetricsLog, startup: dict[str, float]) -> None:
+    """The curve and the report of where the time went."""
+    log.close()
+    report = stage_report(log.file, startup)
+    (log.folder / "report.txt").write_text(report + "\n")
+    print(report, f"results in {log.folder}", sep="\n", flush=True)
+
+
+async def let_go(config: Config, dispatcher: Dispatcher) -> None:
+    """Cancels the rollouts, so that nothing keeps the workers, and has Serve delete the applications."""
+    await dispatcher.close()
     release(config.run.name)
-    main.cancel()
-
-
-def refuse_used_folder(config: Config) -> None:
-    """A new run does not mix with what an earlier one left. Raises ConfigError."""
-    if not config.ckpt.load_enable and (Path(config.run.dir) / "metrics.jsonl").exists():
-        refuse(
-            "run.dir",
-            config.run.dir,
-            "holds a run already; go on with it by --ckpt.load_enable True, or give another folder",
-        )
-
-
-async def timed(into: dict[str, float], name: str, work) -> None:
-    with Timer(into, name):
-        await work
 
 
 async def start_workers(config: Config, form: AgentForm) -> None:

@@ -12,9 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import time
 from pathlib import Path
 
 from molt_ray.config import Config, ConfigError, parse
+from molt_ray.errors import RunError
+
+BEGUN = time.monotonic()
 
 
 def own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -56,23 +60,29 @@ def run(config: Config, plan_only: bool) -> int:
         return bool(problems)
     if problems:
         raise ConfigError("\n".join(problems))
-    asyncio.run(train(config, form))
+    asyncio.run(train(config, form, {"imports and Ray": time.monotonic() - BEGUN}))
     return 0
 
 
 def main(argv: list[str]) -> int:
     options, flags = own_options(argv)
+    submitted = "working_dir_files" in Path.cwd().parts  # by `ray job submit`, which unpacks the working dir there
     try:
-        if options.root is None and "working_dir_files" in Path.cwd().parts:
+        if options.root is None and submitted:
             raise ConfigError(
                 "--root: needed in a submitted job, which runs in an unpacked copy of the working dir that goes away"
             )
         config = parse(flags, options.recipe, root=options.root, description=__doc__)
+        if not submitted:  # workers would look for the agent where the cluster was started
+            config.train.agent_path = str(Path.cwd() / config.train.agent_path)
         attach(options.local)
         return run(config, options.plan)
     except ConfigError as e:
         print(f"jobs/train.py: {e}", file=sys.stderr)
         return 2
+    except RunError as e:
+        print(f"jobs/train.py: the run ended: {e}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

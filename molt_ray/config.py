@@ -114,7 +114,7 @@ class DataConfig(Section):
     """Column with a list of OpenAI tool schemas."""
     max_len: int = Field(default=2048, ge=8)
     """Context budget in tokens: prompt, replies and observations together (the engine's max_model_len)."""
-    max_samples: int | None = None
+    max_samples: int | None = Field(default=None, ge=1)
     """Use only the first so many rows."""
     skip_bad_rows: bool = False
     """Count and skip rows that cannot be read, instead of refusing the data set."""
@@ -159,7 +159,7 @@ class VllmConfig(Section):
     """Reuse the KV of shared prefixes; dropped at each refit."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Requests decoded together in one engine."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one engine step; None: vLLM decides."""
     sync_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Weight transfer to the engines. auto: nccl on GPU, gloo on CPU."""
@@ -197,7 +197,7 @@ class RolloutConfig(Section):
     """Rollouts per training batch (groups times n_samples_per_prompt)."""
     n_samples_per_prompt: int = Field(default=8, ge=1)
     """Rollouts of one prompt: a group."""
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = Field(default=None, ge=1)
     """Cap on the tokens of one turn; None: what is left of data.max_len."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; agents may set another per turn, which the trainer then applies."""
@@ -205,7 +205,7 @@ class RolloutConfig(Section):
     """Nucleus sampling; below 1 the recorded log-probs are renormalised and such turns are not trained."""
     num_runners: int = Field(default=1, ge=1)
     """Agent workers at start."""
-    max_runners: int | None = None
+    max_runners: int | None = Field(default=None, ge=1)
     """Agent workers at most; Serve scales between the two on groups in progress. None: num_runners."""
     groups_per_runner: int = Field(default=16, ge=1)
     """Groups in progress for which one worker is meant: the autoscaling target."""
@@ -220,9 +220,9 @@ class RolloutConfig(Section):
 class TrainConfig(Section):
     agent_path: str = ""
     """Python file that exports AgentRunner (required)."""
-    batch_size: int | None = None
+    batch_size: int | None = Field(default=None, ge=1)
     """Rollouts per optimizer step. None: the whole rollout batch in one step."""
-    micro_batch_size: int | None = None
+    micro_batch_size: int | None = Field(default=None, ge=1)
     """Segments per forward pass. None: bounded by max_tokens_per_gpu alone."""
     max_tokens_per_gpu: int = Field(default=16192, ge=1)
     """Tokens of one forward pass, padding included."""
@@ -230,7 +230,7 @@ class TrainConfig(Section):
     """Passes over the prompts."""
     max_epochs: int = Field(default=1, ge=1)
     """Passes over each rollout batch."""
-    max_steps: int | None = None
+    max_steps: int | None = Field(default=None, ge=1)
     """Stop after so many rollout batches. None: when the prompts are used up."""
     target_reward: float | None = None
     """Stop early once the mean reward of ten steps reaches this."""
@@ -245,8 +245,8 @@ class TrainConfig(Section):
 
 
 class RunConfig(Section):
-    name: str = "molt"
-    """Name of the run: prefix of its Serve applications and of its actors in the dashboard."""
+    name: str = Field(default="molt", pattern=r"^[A-Za-z0-9_-]+$")
+    """Name of the run, in letters, digits, - and _: prefix of its Serve applications and of its actors in the dashboard."""
     dir: str = ""
     """Folder for metrics, curve, checkpoints and export. A relative path is taken from the caller's folder. Empty: runs/<name>."""
     record: bool = False

@@ -41,13 +41,14 @@ def rollout_metrics(rows: list[Row]) -> dict[str, float]:
         "rollout/flat_groups": sum(max(g) == min(g) for g in groups.values()) / len(groups),
         "rollout/response_length_mean": sum(r.action_tokens for r in rows) / len(rollouts),
         "rollout/total_length_mean": sum(r.tokens for r in rows) / len(rollouts),
-        "rollout/truncated_rate": sum(r.truncated for r in rollouts) / len(rollouts),
+        "rollout/truncated_rate": len({r.rollout_id for r in rows if r.truncated}) / len(rollouts),
         "rollout/not_trained_segments": sum(bool(r.not_trained) for r in rows),
         "rollout/action_tokens": sum(r.action_tokens for r in rows),
     }
     for key in sorted({k for r in rollouts for k in r.info}):
         values = [r.info[key] for r in rollouts if key in r.info]
-        out[f"rollout/{key}"] = sum(values) / len(values)
+        name = f"rollout/{key}"
+        out[name if name not in out else f"rollout/info/{key}"] = sum(values) / len(values)
     return out
 
 
@@ -65,6 +66,9 @@ class MetricsLog:
         self._steps_here = 0
         self._recent: deque[float] = deque(maxlen=10)
         self.file = folder / "metrics.jsonl"
+        whole = self.file.read_text() if self.file.exists() else ""
+        if not whole.endswith("\n"):
+            self.file.write_text(whole[: whole.rfind("\n") + 1])  # a crash cut the last line short
         self._file = self.file.open("a")
         self._board = Writer(str(folder / "tensorboard"))
         self._gauges = {name: Gauge(f"molt_{name.replace('/', '_')}", tag_keys=("run",)) for name in RAY_GAUGES}
@@ -110,9 +114,12 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a step that a resumed run did again counts as it was done last."""
+    """The records of a metrics.jsonl; a step that a resumed run did again counts as it was done last. A last line that a crash cut
+    short is left out."""
     records = {}
-    for line in path.read_text().splitlines():
+    for line in path.read_text().splitlines(keepends=True):
+        if not line.endswith("\n"):
+            continue
         record = json.loads(line)
         records[record["step"]] = record
     return [records[step] for step in sorted(records)]

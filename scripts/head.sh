@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts a local Ray head unless one answers at the address where `ray job submit` will look.
+# Starts a local Ray head unless one answers where `make train` submits its jobs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
@@ -9,8 +9,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 ray=.venv/bin/ray
 $ray get-auth-token --generate >/dev/null
-chmod 600 ~/.ray/auth_token
-if $ray job list --address "${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}" >/dev/null 2>&1; then
+[ ! -f ~/.ray/auth_token ] || chmod 600 ~/.ray/auth_token
+if $ray job list --address http://127.0.0.1:8265 >/dev/null 2>&1; then
     exit 0
 fi
 $ray start --head --dashboard-host 127.0.0.1 --disable-usage-stats >/dev/null

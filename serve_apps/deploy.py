@@ -13,10 +13,13 @@ from ray import serve
 from ray.serve import RunTarget
 from ray.serve.schema import ApplicationStatus
 
+from molt_ray.errors import RunError
+
 PARTS = ("engine", "capture", "agents")
+SWEEP_S = 120.0
 
 
-class DeployError(RuntimeError):
+class DeployError(RunError):
     """An application that did not come up; the message is its replica's."""
 
 
@@ -46,15 +49,24 @@ async def wait_running(name: str, timeout_s: float) -> None:
         await asyncio.sleep(0.2)
 
 
+def present(run_name: str) -> list[str]:
+    """The applications of `run_name` that Serve still has."""
+    return sorted(set(serve.status().applications) & {app_name(run_name, part) for part in PARTS})
+
+
 def release(run_name: str) -> None:
     """Has Serve delete every application of `run_name`, without waiting."""
-    for part in PARTS:
-        serve.delete(app_name(run_name, part), _blocking=False)
+    for name in present(run_name):
+        serve.delete(name, _blocking=False)
 
 
 def sweep(run_name: str) -> None:
-    """Deletes every Serve application of `run_name`."""
-    present = serve.status().applications
-    for part in PARTS:
-        if app_name(run_name, part) in present:
-            serve.delete(app_name(run_name, part))
+    """Deletes every application of `run_name` and waits until they are gone. Raises DeployError naming those that stay."""
+    release(run_name)
+    deadline = time.monotonic() + SWEEP_S
+    while left := present(run_name):
+        if time.monotonic() > deadline:
+            raise DeployError(
+                f"Serve applications {left} are still there {SWEEP_S:g} s after they were deleted; see `serve status`"
+            )
+        time.sleep(0.1)

@@ -47,3 +47,14 @@ def test_the_report_sums_each_stage(written: Path):
 
 def test_the_curve_is_a_png(written: Path, tmp_path: Path):
     assert draw_curve(written, tmp_path / "reward.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_an_agents_key_does_not_hide_a_metric():
+    values = rollout_metrics([row("a0", 0, 1.0, info={"reward_mean": 9.0})])
+    assert values["rollout/reward_mean"] == 1.0 and values["rollout/info/reward_mean"] == 9.0
+
+
+def test_a_line_that_a_crash_cut_short_is_left_out(written: Path):
+    with written.open("a") as file:
+        file.write('{"step": 3, "rollout/rew')
+    assert [r["step"] for r in read_metrics(written)] == [1, 2]

@@ -13,7 +13,7 @@ import numpy as np
 from molt_ray.experience import CONTEXT, Segment, Turn
 
 if TYPE_CHECKING:
-    from .tree import SampledTurn
+    from molt_ray.capture.tree import SampledTurn
 
 
 def segments_of(turns: list[SampledTurn], *, train_abandoned: bool) -> list[Segment]:

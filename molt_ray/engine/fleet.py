@@ -19,6 +19,7 @@ from molt_ray.config import Config
 from molt_ray.engine.arguments import check_engine_arguments, sync_backend
 from molt_ray.engine.protocol import DEPLOYMENT
 from molt_ray.engine.roster import NAMESPACE, RefitFailed, Roster, RosterActor, actor_name, check_answers, collect
+from molt_ray.errors import RunError
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ POLL_S = 0.2
 ACTOR_S = 30.0  # deadline of one small question
 
 
-class EngineStartFailed(RuntimeError):
+class EngineStartFailed(RunError):
     """The engines did not come up; the message holds the first cause."""
 
 
@@ -60,8 +61,8 @@ class Fleet:
             .options(name=actor_name(self.config.run.name), namespace=NAMESPACE, num_cpus=0)
             .remote()
         )
-        await asyncio.to_thread(deploy, {self.app: app(self.config, gpu=self.gpu)}, {})
         try:
+            await asyncio.to_thread(deploy, {self.app: app(self.config, gpu=self.gpu)}, {})
             await self.wait_started(started + self.config.vllm.start_timeout_s)
         except BaseException:
             await self.stop()
@@ -75,7 +76,7 @@ class Fleet:
             roster = await self.roster()
             if roster.failures:
                 raise EngineStartFailed(f"an engine could not start: {roster.failures[0]}")
-            application = serve.status().applications.get(self.app)
+            application = (await asyncio.to_thread(serve.status)).applications.get(self.app)
             status = application.status if application else "not deployed"
             if status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 causes = [f"{d.status}: {d.message}" for d in application.deployments.values()]

@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from molt_ray.errors import RunError
+
 NAMESPACE = "molt"
 POLL_S = 20.0  # longest a waiting replica's question stays open; then it asks again
 
 
-class RefitFailed(RuntimeError):
+class RefitFailed(RunError):
     """A refit, or a pause or resume around it, did not reach all engines. They stay paused until one does."""
 
 
@@ -81,8 +83,9 @@ class Roster:
         return 1 + sum(m.workers for m in self.members.values())
 
     def begin(self, version: int) -> None:
-        """A refit starts. Raises RefitFailed for a version that is not above the published one."""
-        if version <= self.version:
+        """A refit starts. Raises RefitFailed for a version that is not above the published one; the same one may be sent again while
+        no engine serves, to those that came after all had died."""
+        if version < self.version or (version == self.version and (self.serving() or not self.members)):
             raise RefitFailed(f"version {version} cannot follow {self.version}: policy versions only go up")
         self.updating = version
 

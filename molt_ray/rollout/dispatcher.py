@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from molt_ray.config import Config
+from molt_ray.errors import RunError
 from molt_ray.experience import Row
 from molt_ray.rollout.calls import stream_group
 from molt_ray.rollout.messages import Failure, GroupTask
@@ -21,12 +22,11 @@ from molt_ray.rollout.pool import Group, GroupPool
 
 # What a worker could not try again by itself, because it, or the engine under it, was gone.
 OF_THE_CLUSTER = frozenset({"worker_died", "worker_timeout", "engine_error"})
-# Beyond the rollouts' own deadline, for what a worker needs to cancel, kill and answer.
-GRACE_S = 30.0
+GRACE_S = 30.0  # beyond the rollouts' own deadlines, for what a worker needs to cancel, kill and answer
 Filter = Callable[[list[Row]], str]  # the reason to drop a whole group, or ""
 
 
-class RolloutError(RuntimeError):
+class RolloutError(RunError):
     """Rollouts fail for good: the message says why."""
 
 
@@ -51,11 +51,12 @@ class Dispatcher:
         self.finished_groups = 0
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
-        self._failed_in_a_row: deque[str] = deque(maxlen=config.run.fail_limit)
+        self._failed_in_a_row: deque[str] = deque(maxlen=config.run.fail_limit)  # prompts that count as failed
+        self._closed = False
 
     def fill(self) -> None:
         """Starts a call for every free slot."""
-        for group in self.pool.dispatch():
+        for group in () if self._closed else self.pool.dispatch():
             call = asyncio.create_task(self._call(group), name=group.group_id)
             self._calls[group.group_id] = call
 
@@ -82,7 +83,8 @@ class Dispatcher:
         self._changed.set()
 
     async def close(self) -> None:
-        """Cancels what is in flight."""
+        """Cancels what is in flight; nothing is dispatched afterwards."""
+        self._closed = True
         for call in self._calls.values():
             call.cancel()
         await asyncio.gather(*self._calls.values(), return_exceptions=True)
@@ -106,27 +108,32 @@ class Dispatcher:
         )
 
     async def _call(self, group: Group) -> None:
-        deadline = self.config.rollout.timeout_s * (1 + self.config.rollout.max_retries) + GRACE_S
+        """One group. Its deadline is one of silence: a worker says every few seconds that a group goes on, however long it takes;
+        before its first word the groups ahead may each have taken their time."""
+        rollout = self.config.rollout
+        ahead_s = rollout.timeout_s * (1 + rollout.max_retries) * (1 + self.config.train.max_staleness)
         rows: list[Row] = []
+        failed = ""
         try:
-            async with (
-                asyncio.timeout(deadline),
-                contextlib.aclosing(stream_group(self.handle, self._task(group))) as updates,
-            ):
+            updates = stream_group(self.handle, self._task(group))
+            async with asyncio.timeout(ahead_s + GRACE_S) as deadline, contextlib.aclosing(updates):
                 async for update, _ in updates:
+                    deadline.reschedule(asyncio.get_running_loop().time() + rollout.timeout_s + GRACE_S)
                     rows += update.rows
+                    failed = update.failed
                     self._count(update.failures)
                     self._count_breaks(update.breaks)
-                    if update.failed:
-                        self._failed(group, update.failed)
-                        return
-            self._finished(group, rows)
         except asyncio.CancelledError:
             self.pool.abort(group.group_id)
         except TimeoutError:
-            self._failed(group, "worker_timeout")
-        except Exception as e:  # a worker that died, or an error of ours in it: the prompt is tried again, then counted
+            self._failed(group, "worker_timeout", "nothing was heard of the group for longer than a rollout may take")
+        except Exception as e:  # a worker that died, or an error of ours in it
             self._failed(group, "worker_died", f"{type(e).__name__}: {e}")
+        else:
+            if failed:
+                self._failed(group, failed)
+            else:
+                self._finished(group, rows)
         finally:
             self._calls.pop(group.group_id, None)
             self._changed.set()
@@ -143,8 +150,8 @@ class Dispatcher:
     def _failed(self, group: Group, reason: str, detail: str = "") -> None:
         if detail:
             self._count([Failure(group.group_id, reason, detail)])
-        self._failed_in_a_row.append(reason)
-        self.pool.failed(group.group_id, reason, retry=reason in OF_THE_CLUSTER)
+        if not self.pool.failed(group.group_id, reason, retry=reason in OF_THE_CLUSTER):
+            self._failed_in_a_row.append(reason)
 
     def _count(self, failures: list[Failure]) -> None:
         """Counts reasons, and prints the first of each in full: thousands of the same say no more."""

@@ -1,7 +1,8 @@
 """What the driver and an agent worker say to each other about one group.
 
 Guarantees: light, picklable, nothing heavy imported. A worker answers one `GroupTask` with a stream: a `GroupUpdate`, then
-one `Pack` for each of its `families`, in their order; then perhaps more of the same; the last update is `finished`. A group
+one `Pack` for each of its `families`, in their order; then perhaps more of the same; the last update is `finished`. An empty
+update only says that the group goes on. A group
 that could not be completed ends with a finished update that has `failed` set and no rows.
 """
 

@@ -104,9 +104,8 @@ class GroupPool:
 
     def finished(self, group_id: str, rows: list[Row]) -> None:
         """A group is whole: all its rollouts have a reward."""
-        group = self.in_flight.pop(group_id)
-        group.seal(rows)
-        self.ready[group_id] = group
+        self.in_flight[group_id].seal(rows)
+        self.ready[group_id] = self.in_flight.pop(group_id)
 
     def filtered(self, group_id: str, reason: str) -> None:
         """A whole group is not trained; its slot is free at once, so the next prompt takes its place."""

@@ -82,12 +82,18 @@ class PromptOrder:
         self._epochs_done = set(state["epochs_done"])
         self._done = {int(epoch): set(indices) for epoch, indices in state["done"].items()}
         self._dealt = 0
-        full = [PromptKey(epoch, i) for epoch in self._epochs_done for i in range(self.size)]
-        self._skip = {*full, *(PromptKey(epoch, i) for epoch, indices in self._done.items() for i in indices)}
+        full = {epoch: range(self.size) for epoch in self._epochs_done}
+        had_theirs = {**full, **self._done}
+        self._skip = {PromptKey(epoch, i) for epoch in range(self.episodes) for i in had_theirs.get(epoch, ())}
 
 
 def read_prompts(data: DataConfig) -> list[dict[str, Any]]:
     """Rows with `prompt` (str or messages), `label`, `tools`. Needs a running Ray. Raises ConfigError naming option, file, line or column."""
+    import ray.data
+
+    ray.data.DataContext.get_current().execution_options.preserve_order = (
+        True  # an index means the same prompt in each run
+    )
     path = Path(data.prompt_dataset)
     if not path.exists():
         raise ConfigError(

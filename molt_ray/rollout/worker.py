@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FLUSH_BYTES = 500_000  # objects under about 100 KB are inlined in their owner's memory, and many small ones are slow
+HEARTBEAT_S = 10.0  # how often the driver hears that a group goes on
 CANCEL_S = 5.0  # how long cancelled user code may take to end; then it is left behind
 NEVER_BETTER = ("context_too_long",)  # a second try would fail alike
 
@@ -66,7 +67,9 @@ class RolloutWorker:
         waiting = set(rollouts)
         try:
             while waiting and not group.failed:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                done, waiting = await asyncio.wait(waiting, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    yield GroupUpdate(task.group_id)
                 for finished in done:
                     group.take(rollouts[finished], finished.result())
                 if waiting and not group.failed and group.pending_bytes >= FLUSH_BYTES:

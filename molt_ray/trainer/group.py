@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from molt_ray.config import Config
+from molt_ray.errors import RunError
 from molt_ray.handoff import StepPlan
 from molt_ray.resources import TRAINER_CPUS
 from molt_ray.trainer.rank import TrainerRank
@@ -25,7 +26,7 @@ START_TIMEOUT_S = 1800.0  # a cold import and a large model from shared storage
 GRACE_S = 2.0  # after one rank's failure, for the others' to arrive: the death of a rank explains theirs
 
 
-class TrainerError(RuntimeError):
+class TrainerError(RunError):
     """A rank failed, died or was late; the message names it and the call."""
 
 

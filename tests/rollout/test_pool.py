@@ -149,3 +149,12 @@ def test_two_outcomes_of_one_prompt_are_an_error():
     order.done(key)
     with pytest.raises(RuntimeError, match="two outcomes"):
         order.done(key)
+
+
+def test_a_resume_with_fewer_episodes_ends_instead_of_waiting():
+    order = PromptOrder(4, episodes=3, seed=0)
+    for _ in range(9):
+        order.done(order.draw())
+    fewer = PromptOrder(4, episodes=1, seed=0)
+    fewer.restore(order.state())
+    assert fewer.remaining == 0 and fewer.draw() is None

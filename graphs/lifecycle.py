@@ -1,0 +1,71 @@
+"""How a run begins and ends, whatever its graph: started together, timed, stopped on a signal, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from molt_ray.config import Config, refuse
+from molt_ray.engine.roster import NAMESPACE, actor_name
+
+
+class Timer:
+    """Adds the seconds of a block to `into[name]`."""
+
+    def __init__(self, into: dict[str, float], name: str):
+        self.into, self.name = into, name
+
+    def __enter__(self) -> None:
+        self.begun = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self.into[self.name] = self.into.get(self.name, 0.0) + time.monotonic() - self.begun
+
+
+async def together(into: dict[str, float], **work: Coroutine[Any, Any, Any]) -> None:
+    """Runs all of `work` at once and times each. The first error cancels the others, waits for them and is raised alone."""
+
+    async def timed(name: str, coroutine: Coroutine[Any, Any, Any]) -> None:
+        with Timer(into, f"  {name.replace('_', ' ')}"):
+            await coroutine
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for name, coroutine in work.items():
+                group.create_task(timed(name, coroutine))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def stop_on_signals(let_go: Callable[[], Awaitable[None]]) -> None:
+    """On SIGTERM or SIGINT: first `let_go`, then the current task is cancelled. `ray job stop` kills three seconds after it asked, so
+    `let_go` has the cluster give up what the run holds without waiting for it."""
+    main = asyncio.current_task()
+    stopping: list[asyncio.Task[None]] = []  # a task that nobody holds may vanish
+
+    async def stop() -> None:
+        try:
+            await let_go()
+        finally:
+            main.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, lambda: stopping.append(asyncio.create_task(stop())))
+
+
+def refuse_what_is_in_use(config: Config) -> None:
+    """A new run mixes neither with what an earlier one left nor with one that goes on. Raises ConfigError."""
+    if not config.ckpt.load_enable and (Path(config.run.dir) / "metrics.jsonl").exists():
+        remedy = "holds a run already; go on with it by --ckpt.load_enable True, or give another folder"
+        refuse("run.dir", config.run.dir, remedy)
+    try:
+        ray.get_actor(actor_name(config.run.name), namespace=NAMESPACE)
+    except ValueError:
+        return
+    refuse("run.name", config.run.name, "a run of this name goes on in the cluster; stop it, or give another name")

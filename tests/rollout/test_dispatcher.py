@@ -1,0 +1,145 @@
+"""The dispatcher's accounting, with worker streams that die, fail and go on: faults that a healthy cluster does not show."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from molt_ray.config import Config, build
+from molt_ray.experience import Row
+from molt_ray.rollout import dispatcher as module
+from molt_ray.rollout.dispatcher import Dispatcher, RolloutError
+from molt_ray.rollout.messages import Failure, GroupTask, GroupUpdate
+from molt_ray.rollout.pool import GroupPool
+from molt_ray.rollout.prompts import PromptOrder
+
+
+def config_of(**rollout: object) -> Config:
+    return build(
+        {"rollout": {"batch_size": 64, "n_samples_per_prompt": 2, "timeout_s": 5, **rollout}, "run": {"fail_limit": 8}}
+    )
+
+
+def make(config: Config, prompts: int, keep: Callable = lambda rows: "") -> Dispatcher:
+    order = PromptOrder(prompts, episodes=1, seed=0)
+    pool = GroupPool(
+        order,
+        groups_per_batch=config.groups_per_batch,
+        max_staleness=config.train.max_staleness,
+        max_retries=config.rollout.max_retries,
+    )
+    rows = [{"prompt": str(i), "label": None, "tools": None} for i in range(prompts)]
+    return Dispatcher(config, pool, rows, handle=None, keep=keep)
+
+
+def whole(task: GroupTask, action_tokens: int = 2) -> GroupUpdate:
+    rows = [
+        Row(f"{task.group_id}.{i}", task.group_id, task.prompt_id, 0, 1, 1.0, 1.0, [1.0], 3, action_tokens, 0, 0)
+        for i in range(task.n)
+    ]
+    return GroupUpdate(task.group_id, rows, finished=True)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Installs a function of (task, how many calls came before) as what a worker answers."""
+
+    def install(answer: Callable) -> list[GroupTask]:
+        tasks: list[GroupTask] = []
+
+        async def stream_group(handle, task):
+            number = len(tasks)
+            tasks.append(task)
+            await asyncio.sleep(0)
+            for update in answer(task, number):
+                yield update, []
+
+        monkeypatch.setattr(module, "stream_group", stream_group)
+        return tasks
+
+    return install
+
+
+async def test_one_dead_worker_with_every_group_in_flight_does_not_end_the_run(streams):
+    config = config_of()
+
+    def answer(task, number):
+        if number < 64:
+            raise ConnectionError("the worker was killed")
+        return [whole(task)]
+
+    streams(answer)
+    d = make(config, prompts=200)
+    batch = await asyncio.wait_for(d.batch(0), 20)
+    assert len(batch) == 32 and d.pool.retries == {"worker_died": 64} and not d.pool.outcomes
+
+
+async def test_prompts_that_only_fail_end_the_run_with_the_reasons(streams):
+    said = dict(failures=[Failure("r", "agent_error", "boom")], finished=True, failed="agent_error")
+    streams(lambda task, number: [GroupUpdate(task.group_id, **said)])
+    d = make(config_of(), prompts=200)
+    with pytest.raises(RolloutError, match="agent_error 8"):
+        await asyncio.wait_for(d.batch(0), 20)
+    assert d.pool.outcomes["failed/agent_error"] >= 8 and not d.pool.retries  # the worker had tried again by itself
+
+
+async def test_a_prompt_that_fails_now_and_then_is_counted_and_the_next_takes_its_place(streams):
+    def answer(task, number):
+        if number % 3 == 0:
+            return [GroupUpdate(task.group_id, finished=True, failed="bad_reward")]
+        return [whole(task)]
+
+    tasks = streams(answer)
+    d = make(config_of(), prompts=200)
+    batch = await asyncio.wait_for(d.batch(0), 20)
+    assert len(batch) == 32
+    assert d.pool.outcomes["failed/bad_reward"] > 0 and set(d.pool.outcomes) == {"failed/bad_reward"}
+    assert len({t.prompt_id for t in tasks}) == len(tasks)  # the next prompt took the slot, none was repeated
+
+
+async def test_close_dispatches_nothing_more(monkeypatch):
+    async def never(handle, task):
+        await asyncio.sleep(3600)
+        yield
+
+    monkeypatch.setattr(module, "stream_group", never)
+    d = make(config_of(), prompts=500)
+    waiting = asyncio.create_task(d.batch(0))
+    await asyncio.sleep(0.05)
+    assert len(d.pool.in_flight) == 64
+    await d.close()
+    await asyncio.sleep(0.05)
+    assert not d.pool.in_flight and not d._calls
+    waiting.cancel()
+
+
+async def test_filters_and_groups_without_action_tokens_free_their_slot(streams):
+    tasks = streams(lambda task, number: [whole(task, action_tokens=0 if number % 2 else 2)])
+    d = make(config_of(), prompts=300, keep=lambda rows: "odd" if rows[0].prompt_id % 2 else "")
+    batch = await asyncio.wait_for(d.batch(0), 20)
+    assert len(batch) == 32 and all(g.key.index % 2 == 0 for g in batch)
+    assert d.pool.outcomes["filtered/no_action_tokens"] > 0 and d.pool.outcomes["filtered/odd"] > 0
+    assert len(tasks) >= 64
+
+
+async def test_a_worker_that_falls_silent_is_given_up_and_one_that_goes_on_is_not(monkeypatch):
+    monkeypatch.setattr(module, "GRACE_S", 0.05)
+    config = config_of(timeout_s=0.2, max_retries=0, batch_size=2)
+
+    async def beats(handle, task):
+        for _ in range(8):  # longer in all than any single deadline
+            await asyncio.sleep(0.1)
+            yield GroupUpdate(task.group_id), []
+        yield whole(task), []
+
+    async def silent(handle, task):
+        yield GroupUpdate(task.group_id), []
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(module, "stream_group", beats)
+    d = make(config, prompts=1)
+    assert len(await asyncio.wait_for(d.batch(0), 20)) == 1
+    monkeypatch.setattr(module, "stream_group", silent)
+    d = make(config, prompts=1)
+    assert await asyncio.wait_for(d.batch(0), 20) is None
+    assert d.pool.outcomes == {"failed/worker_timeout": 1} and d.failures["worker_timeout"] == 1
