@@ -231,8 +231,7 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
             max_staleness=config.train.max_staleness,
             max_retries=config.rollout.max_retries,
         )
-        workers = serve.get_deployment_handle("AgentWorker", app_name(config.run.name, "agents"))
-        dispatcher = Dispatcher(config, pool, prompts, workers)
+        dispatcher = Dispatcher(config, pool, prompts)
         stack.push_async_callback(dispatcher.close)
         stop_on_signals(lambda: let_go(config, dispatcher))
         with Timer(startup, "engines, ranks, workers"):
@@ -242,6 +241,7 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
                 trainer_ranks=trainers.start(),
                 agent_workers=start_workers(config, form),
             )
+        dispatcher.workers = serve.get_deployment_handle("AgentWorker", app_name(config.run.name, "agents"))
         log = MetricsLog(Path(config.run.dir), config.run.name, step_limit(config, len(prompts)))
         stack.callback(conclude, log, startup)
         loop = Loop(config, pool, dispatcher, fleet, trainers, log)

@@ -31,20 +31,15 @@ class RolloutError(RunError):
 
 
 class Dispatcher:
-    """Drives `pool` against the AgentWorker deployment behind `handle`; one event loop, in the job's driver."""
+    """Drives `pool` against the AgentWorker deployment; one event loop, in the job's driver."""
 
     def __init__(
-        self,
-        config: Config,
-        pool: GroupPool,
-        prompts: list[dict[str, Any]],
-        handle: Any,
-        keep: Filter = lambda rows: "",
-    ):
+        self, config: Config, pool: GroupPool, prompts: list[dict[str, Any]], keep: Filter = lambda rows: ""
+    ) -> None:
         self.config = config
         self.pool = pool
         self.prompts = prompts
-        self.handle = handle
+        self.workers: Any = None  # the deployment's handle, once it is up
         self.keep = keep
         self.failures: Counter[str] = Counter()  # rollouts that failed, by reason, also those that a retry saved
         self.breaks: Counter[str] = Counter()  # prefix breaks, by reason
@@ -115,7 +110,7 @@ class Dispatcher:
         rows: list[Row] = []
         failed = ""
         try:
-            updates = stream_group(self.handle, self._task(group))
+            updates = stream_group(self.workers, self._task(group))
             async with asyncio.timeout(ahead_s + GRACE_S) as deadline, contextlib.aclosing(updates):
                 async for update, _ in updates:
                     deadline.reschedule(asyncio.get_running_loop().time() + rollout.timeout_s + GRACE_S)

@@ -29,7 +29,7 @@ def make(config: Config, prompts: int, keep: Callable = lambda rows: "") -> Disp
         max_retries=config.rollout.max_retries,
     )
     rows = [{"prompt": str(i), "label": None, "tools": None} for i in range(prompts)]
-    return Dispatcher(config, pool, rows, handle=None, keep=keep)
+    return Dispatcher(config, pool, rows, keep)
 
 
 def whole(task: GroupTask, action_tokens: int = 2) -> GroupUpdate:
