@@ -19,6 +19,7 @@ def main(files: list[Path], goal: float = 0.9) -> None:
         f"{'run':<12}{'steps':>6}{'mean of ten ≥ ' + str(goal):>20}{'s/step':>8}{'rollouts/s':>12}{'gap':>10}{'waiting':>9}"
     )
     for file in files:
+        name = file.parent.name if file.stem == "metrics" else file.stem
         records = read_metrics(file)
         begun = records[0]["time"] - records[0]["timing/step_total"]
         rewards = [r["rollout/reward_mean"] for r in records]
@@ -30,7 +31,7 @@ def main(files: list[Path], goal: float = 0.9) -> None:
         rollouts = sum(r["rollout/num_rollouts"] for r in records) / total
         gap = max(r["train/logprobs_diff_max"] for r in records)
         print(
-            f"{file.stem:<12}{len(records):>6}{reached:>20}{total / len(records):>8.2f}{rollouts:>12.0f}{gap:>10.1e}{waiting:>9.0%}"
+            f"{name:<12}{len(records):>6}{reached:>20}{total / len(records):>8.2f}{rollouts:>12.0f}{gap:>10.1e}{waiting:>9.0%}"
         )
 
 
