@@ -112,6 +112,7 @@ class Loop:
                     await self.refit()
                 self.dispatcher.refitted(self.version, step.groups)
                 await self.report(step, trained)
+                del step  # the last hold on its packs: they are freed before the next batch is waited for
         finally:
             upcoming.cancel()
             await asyncio.gather(upcoming, return_exceptions=True)
@@ -127,8 +128,7 @@ class Loop:
         had died get the weights that they wait for."""
         begun = time.monotonic()
         while not (await asyncio.wait([upcoming], timeout=WATCH_S))[0]:
-            roster = await self.fleet.roster()
-            if roster.waiting() and not roster.serving():
+            if await self.fleet.stranded():
                 await self.send_weights(self.version)
         step = upcoming.result()
         if step is not None:

@@ -151,6 +151,20 @@ class Fleet:
     async def roster(self) -> Roster:
         return await asyncio.wait_for(self.actor.view.remote(), ACTOR_S)
 
+    async def living(self) -> Roster:
+        """The roster, once those that died are struck off."""
+        while True:
+            roster = await self.roster()
+            dead = [name for name, member in roster.members.items() if not alive(member.actor)]
+            if not dead:
+                return roster
+            await asyncio.wait_for(self.actor.remove.remote(dead), ACTOR_S)
+
+    async def stranded(self) -> bool:
+        """Whether no engine serves, because all that did have died, and their successors wait for weights."""
+        roster = await self.living()
+        return bool(roster.waiting()) and not roster.serving()
+
     async def control(self, method: str, timeout_s: float, **arguments: Any) -> dict[str, int]:
         """Has every serving engine do `method`; the versions that they hold. Raises RefitFailed unless all answer in time."""
         serving = (await self.roster()).serving()
@@ -171,11 +185,7 @@ class Fleet:
         """
         deadline = time.monotonic() + self.config.vllm.sync_timeout_s
         while True:
-            roster = await self.roster()
-            dead = [name for name, member in roster.members.items() if not alive(member.actor)]
-            if dead:
-                await asyncio.wait_for(self.actor.remove.remote(dead), ACTOR_S)
-                continue
+            roster = await self.living()
             silent = set(roster.serving()) - set(await self.answering()) if roster.serving() else set()
             if roster.members and not silent:
                 return roster

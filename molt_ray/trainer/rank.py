@@ -118,7 +118,8 @@ def read_samples(dataset: Dataset) -> list[Sample]:
     from molt_ray.trainer.collate import Sample
 
     records: list[dict[str, Any]] = []
-    for frame in dataset.iter_batches(batch_size=None, batch_format="pandas", prefetch_batches=0):
+    # Not 0: without prefetching Ray Data forgets to stop its prefetching thread, one more in each step.
+    for frame in dataset.iter_batches(batch_size=None, batch_format="pandas", prefetch_batches=1):
         records += frame.to_dict("records")
     rows: list[Row] = [record["row"] for record in records]
     refs = list({where.ref for row in rows for where in row.packs.values()})

@@ -149,15 +149,15 @@ def test_a_resumed_run_goes_on_where_it_stopped(models: dict[str, Path], tmp_pat
     assert all(v >= 3 for r in records if r["step"] > 2 for v in r["versions"] if v >= 0)
 
 
-def worker_pid() -> int:
-    """The process of the living agent worker; waits for its replacement where Serve is still making one."""
+def replica_pid(deployment: str) -> int:
+    """The process of the deployment's living replica; waits for its successor where Serve is still making one."""
     for _ in range(120):
-        for name in [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if "AgentWorker" in a["name"]]:
+        for name in [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if deployment in a["name"]]:
             with contextlib.suppress(ValueError, ray.exceptions.RayActorError):
                 worker = ray.get_actor(name, namespace="serve")
                 return ray.get(worker.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
         time.sleep(0.5)
-    raise AssertionError("no agent worker")
+    raise AssertionError(f"no {deployment}")
 
 
 def test_an_agent_worker_killed_after_offload_and_before_reload(
@@ -180,7 +180,7 @@ def test_an_agent_worker_killed_after_offload_and_before_reload(
 
     def kill_then_hand_over(frames):
         if len(killed) < 2:
-            os.kill(worker_pid(), signal.SIGKILL)
+            os.kill(replica_pid("AgentWorker"), signal.SIGKILL)
             packs = {where.ref for frame in frames for row in frame["row"] for where in row.packs.values()}
             killed.append(min(pack.nbytes for pack in ray.get(list(packs))))
         return hand_over(frames)
@@ -193,6 +193,29 @@ def test_an_agent_worker_killed_after_offload_and_before_reload(
     metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
     assert [m["rollout/num_rollouts"] for m in metrics] == [32, 32, 32]
     assert metrics[-1]["prompts/trained"] == 12
+    assert all(m["train/staleness_max"] == 0 and m["train/logprobs_diff_max"] < 1e-3 for m in metrics)
+
+
+def test_the_only_engine_killed_mid_run_comes_back_with_the_weights(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its successor serves nothing before it holds the trainer's weights, under the version that they had; no prompt is lost."""
+    config = configure(models["last_digit"], tmp_path / "revived", train__max_staleness=0, rollout__timeout_s=120)
+    send, sent = graphs.rl.Loop.send_weights, []
+
+    async def send_then_kill(loop, version):
+        await send(loop, version)
+        sent.append(version)
+        if len(sent) == 1:
+            os.kill(replica_pid("PolicyEngine"), signal.SIGKILL)
+
+    monkeypatch.setattr(graphs.rl.Loop, "send_weights", send_then_kill)
+    asyncio.run(graphs.rl.train(config, "env"))
+
+    metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
+    assert sent == [1, 1, 2, 3]  # the successor got version 1 again: the same weights under the same number
+    assert [m["version"] for m in metrics] == [1, 2, 3]
+    assert metrics[-1]["prompts/trained"] == 24
     assert all(m["train/staleness_max"] == 0 and m["train/logprobs_diff_max"] < 1e-3 for m in metrics)
 
 

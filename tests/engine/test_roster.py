@@ -45,6 +45,19 @@ def test_the_next_refit_takes_the_waiting_in() -> None:
     assert {name: m.version for name, m in r.members.items()} == {"a": 2, "late": 2, "later": 0}
 
 
+def test_the_published_version_may_be_sent_again_only_while_no_engine_serves() -> None:
+    r = roster("a")
+    r.begin(1)
+    r.publish(1, ["a"])
+    r.register("successor", "node", 1)
+    with pytest.raises(RefitFailed, match="only go up"):
+        r.begin(1)
+    r.remove(["a"])
+    r.begin(1)
+    r.publish(1, ["successor"])
+    assert r.serving() == ["successor"] and r.version == 1
+
+
 @pytest.mark.parametrize("version", [3, 2, 0])
 def test_versions_only_go_up(version: int) -> None:
     r = roster("a")
