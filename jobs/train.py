@@ -73,8 +73,10 @@ def main(argv: list[str]) -> int:
                 "--root: needed in a submitted job, which runs in an unpacked copy of the working dir that goes away"
             )
         config = parse(flags, options.recipe, root=options.root, description=__doc__)
-        if not submitted:  # workers would look for the agent where the cluster was started
+        if not submitted:  # workers would look for these where the cluster was started
             config.train.agent_path = str(Path.cwd() / config.train.agent_path)
+            if config.capture.chat_template:
+                config.capture.chat_template = str(Path.cwd() / config.capture.chat_template)
         attach(options.local)
         return run(config, options.plan)
     except ConfigError as e:
