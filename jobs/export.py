@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from train import attach, own_options
+from train import launch
 
-from molt_ray.config import Config, ConfigError, parse
+from molt_ray.config import Config, ConfigError
 
 
 async def export(config: Config) -> None:
@@ -25,17 +25,12 @@ async def export(config: Config) -> None:
         await trainers.shutdown()
 
 
-def main(argv: list[str]) -> int:
-    options, flags = own_options(argv)
-    try:
-        config = parse(flags, options.recipe, root=options.root, description=__doc__)
-        attach(options.local)
-        asyncio.run(export(config))
-        return 0
-    except ConfigError as e:
-        print(f"jobs/export.py: {e}", file=sys.stderr)
-        return 2
+def run(config: Config, plan_only: bool) -> int:
+    if plan_only:
+        raise ConfigError("--plan: an export has none; leave it out")
+    asyncio.run(export(config))
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(launch(sys.argv[1:], "jobs/export.py", __doc__, run))

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from molt_ray.config import Config, ConfigError, parse
@@ -64,27 +65,38 @@ def run(config: Config, plan_only: bool) -> int:
     return 0
 
 
-def main(argv: list[str]) -> int:
+def configured(argv: list[str], description: str | None) -> tuple[argparse.Namespace, Config]:
+    """The program's own options, and the run's with their paths absolute. Raises ConfigError."""
     options, flags = own_options(argv)
     submitted = "working_dir_files" in Path.cwd().parts  # by `ray job submit`, which unpacks the working dir there
+    if options.root is None and submitted:
+        raise ConfigError(
+            "--root: needed in a submitted job, which runs in an unpacked copy of the working dir that goes away"
+        )
+    config = parse(flags, options.recipe, root=options.root, description=description or "")
+    if not submitted:  # workers would look for these where the cluster was started
+        config.train.agent_path = str(Path.cwd() / config.train.agent_path)
+        if config.capture.chat_template:
+            config.capture.chat_template = str(Path.cwd() / config.capture.chat_template)
+    return options, config
+
+
+def launch(argv: list[str], program: str, description: str | None, work: Callable[[Config, bool], int]) -> int:
+    """Attaches to Ray and does `work(config, plan only)`. Returns the exit status: 2 for options at fault, 1 for a run that ended."""
     try:
-        if options.root is None and submitted:
-            raise ConfigError(
-                "--root: needed in a submitted job, which runs in an unpacked copy of the working dir that goes away"
-            )
-        config = parse(flags, options.recipe, root=options.root, description=__doc__)
-        if not submitted:  # workers would look for these where the cluster was started
-            config.train.agent_path = str(Path.cwd() / config.train.agent_path)
-            if config.capture.chat_template:
-                config.capture.chat_template = str(Path.cwd() / config.capture.chat_template)
+        options, config = configured(argv, description)
         attach(options.local)
-        return run(config, options.plan)
+        return work(config, options.plan)
     except ConfigError as e:
-        print(f"jobs/train.py: {e}", file=sys.stderr)
+        print(f"{program}: {e}", file=sys.stderr)
         return 2
     except RunError as e:
-        print(f"jobs/train.py: the run ended: {e}", file=sys.stderr)
+        print(f"{program}: the run ended: {e}", file=sys.stderr)
         return 1
+
+
+def main(argv: list[str]) -> int:
+    return launch(argv, "jobs/train.py", __doc__, run)
 
 
 if __name__ == "__main__":

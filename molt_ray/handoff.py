@@ -85,7 +85,6 @@ def plan_step(
 def to_datasets(frames: list[pd.DataFrame]) -> list[ray.data.Dataset]:
     """One materialised data set of one block per rank. References pass through Ray Data untouched: a pandas block with an object
     column is the one form that neither leaks nor re-orders them; an Arrow block would pickle them out of band and pin them."""
-    quiet_data()
     return [ray.data.from_blocks([frame]) for frame in frames]
 
 
