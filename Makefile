@@ -12,7 +12,10 @@ export PATH
 
 .PHONY: train test lint bench stop clean
 
-train: .venv/ready build/last_digit/prompts.jsonl
+# What the recipe names under build/ is made first.
+BUILT := $(addsuffix /config.json,$(shell grep -oE 'build/[A-Za-z0-9_.-]+' $(RECIPE) | sort -u))
+
+train: .venv/ready $(BUILT)
 	@scripts/head.sh
 	ray job submit --address http://127.0.0.1:8265 --working-dir . --runtime-env-json '{"excludes": [".git", "runs", "docs"]}' -- \
 		$(CURDIR)/.venv/bin/python jobs/train.py --recipe $(RECIPE) --root $(CURDIR) --run.name $(NAME) --run.dir $(RUN) $(ARGS)
@@ -35,5 +38,8 @@ clean:
 .venv/ready: pyproject.toml scripts/setup.sh
 	scripts/setup.sh
 
-build/last_digit/prompts.jsonl: molt_ray/tiny.py | .venv/ready
+build/last_digit/config.json: molt_ray/tiny.py | .venv/ready
 	.venv/bin/python -m molt_ray.tiny build/last_digit
+
+build/smollm2-135m/config.json: | .venv/ready
+	.venv/bin/python -m molt_ray.smollm2 build/smollm2-135m
