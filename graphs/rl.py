@@ -28,8 +28,9 @@ from molt_ray.handoff import StepPlan, plan_step, quiet_data, to_datasets
 from molt_ray.metrics import MetricsLog, rollout_metrics, stage_report
 from molt_ray.record import write_records
 from molt_ray.rollout.dispatcher import Dispatcher
+from molt_ray.rollout.evaluator import Evaluator
 from molt_ray.rollout.pool import Group, GroupPool
-from molt_ray.rollout.prompts import PromptOrder, read_prompts
+from molt_ray.rollout.prompts import PromptOrder, read_held_out, read_prompts
 from molt_ray.trainer.group import TrainerGroup
 from serve_apps import agents, capture
 from serve_apps.deploy import app_name, deploy, release, sweep, wait_running
@@ -96,6 +97,7 @@ class Loop:
     fleet: Fleet
     trainers: TrainerGroup
     log: MetricsLog
+    evaluator: Evaluator | None = None
     version: int = 0
     step: int = 0
     reported: float = field(default_factory=time.monotonic)
@@ -103,19 +105,41 @@ class Loop:
     async def run(self) -> None:
         """Trains until the prompts are used up, `train.max_steps` is reached, or the reward is."""
         upcoming = asyncio.create_task(self.prepare(self.version))
+        evaluation = self.evaluate(self.config.eval.eval_at_start)
         try:
             while not self.done() and (step := await self.awaited(upcoming)) is not None:
                 upcoming = asyncio.create_task(self.prepare(self.version + 1))
                 with Timer(step.seconds, "policy_train"):
                     trained = await self.trainers.train(step.plan, step.datasets)
+                with Timer(step.seconds, "evaluation_wait"):
+                    await evaluation
                 with Timer(step.seconds, "broadcast"):
                     await self.refit()
                 self.dispatcher.refitted(self.version, step.groups)
                 await self.report(step, trained)
+                evaluation = self.evaluate(self.config.eval.due(self.step))
                 del step  # the last hold on its packs: they are freed before the next batch is waited for
+            await evaluation
+            upcoming.cancel()
+            await self.evaluate(not self.config.eval.due(self.step))
         finally:
             upcoming.cancel()
-            await asyncio.gather(upcoming, return_exceptions=True)
+            evaluation.cancel()
+            await asyncio.gather(upcoming, evaluation, return_exceptions=True)
+
+    def evaluate(self, due: bool) -> asyncio.Task[None]:
+        """Starts an evaluation of the engines' weights, if one is `due`; the next refit waits for it, the training does not."""
+
+        async def work() -> None:
+            if self.evaluator is not None and due:
+                begun = time.monotonic()
+                evaluation = await self.evaluator.run(self.version, f"s{self.step}")
+                self.log.write_evaluation(
+                    self.step,
+                    {**evaluation.metrics(), "version": self.version, "timing/eval": time.monotonic() - begun},
+                )
+
+        return asyncio.create_task(work())
 
     def done(self) -> bool:
         goal, limit, recent = self.config.train.target_reward, self.config.train.max_steps, self.log.recent_reward
@@ -216,6 +240,7 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
     async with AsyncExitStack() as stack:
         with Timer(startup, "prompts"):
             prompts = read_prompts(config.data)
+            held_out = read_held_out(config)
         with Timer(startup, "serve"):
             serve.start()  # once, before the parts below race to do it
             sweep(config.run.name)
@@ -244,7 +269,8 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
         dispatcher.workers = serve.get_deployment_handle("AgentWorker", app_name(config.run.name, "agents"))
         log = MetricsLog(Path(config.run.dir), config.run.name, step_limit(config, len(prompts)))
         stack.callback(conclude, log, startup)
-        loop = Loop(config, pool, dispatcher, fleet, trainers, log)
+        evaluator = Evaluator(config, held_out, dispatcher.workers) if held_out else None
+        loop = Loop(config, pool, dispatcher, fleet, trainers, log, evaluator)
         if config.ckpt.load_enable:
             await loop.resume()
         await loop.run()

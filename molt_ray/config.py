@@ -86,6 +86,8 @@ class FsdpConfig(Section):
     """torch.distributed backend. auto: nccl on GPU, gloo on CPU."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of every collective, seconds."""
+    cpu_threads: int = Field(default=1, ge=1)
+    """Threads of a trainer rank that computes on the CPU. More than the cores that engines leave idle slow both down."""
 
 
 class CkptConfig(Section):
@@ -155,6 +157,8 @@ class VllmConfig(Section):
     """Share of each GPU's memory that the engine takes."""
     enforce_eager: bool = False
     """No CUDA graphs. Always on for CPU."""
+    cpu_threads: int = Field(default=1, ge=1)
+    """Threads of each engine worker that computes on the CPU; see fsdp.cpu_threads."""
     enable_prefix_caching: bool = True
     """Reuse the KV of shared prefixes; dropped at each refit."""
     max_num_seqs: int = Field(default=256, ge=1)
@@ -216,6 +220,11 @@ class RolloutConfig(Section):
     max_retries: int = Field(default=2, ge=0)
     """How often a failed rollout is tried again, and a group whose worker or engine was lost, before the prompt counts as failed."""
 
+    def sampling(self) -> dict[str, Any]:
+        """Settings that an agent's model calls start from, by vLLM name."""
+        limit = {} if self.max_new_tokens is None else {"max_tokens": self.max_new_tokens}
+        return {"temperature": self.temperature, "top_p": self.top_p, **limit}
+
 
 class TrainConfig(Section):
     agent_path: str = ""
@@ -244,6 +253,37 @@ class TrainConfig(Section):
     """Order of prompts, sampling seeds, trainer RNG."""
 
 
+class EvalConfig(Section):
+    dataset: str = ""
+    """Held-out prompts, a file like data.prompt_dataset and with its columns. Empty: no evaluation."""
+    steps: int = -1
+    """Evaluate after every so many steps, and after the last; -1 only at start and end."""
+    eval_at_start: bool = True
+    """Evaluate before the first step too."""
+    batch_size: int | None = Field(default=None, ge=1)
+    """Rollouts of the evaluation in progress at once. None: rollout.batch_size."""
+    n_samples_per_prompt: int = Field(default=1, ge=1)
+    """Rollouts of each held-out prompt: pass1 is their mean score, pass<n> that of the best."""
+    temperature: float | None = Field(default=None, ge=0)
+    """None: rollout.temperature; 0 is greedy."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """None: rollout.top_p."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """None: rollout.max_new_tokens."""
+
+    def due(self, step: int) -> bool:
+        """Whether an evaluation follows training step `step`."""
+        return self.steps > 0 and step % self.steps == 0
+
+    def groups_in_flight(self, rollout: RolloutConfig) -> int:
+        return max(1, (self.batch_size or rollout.batch_size) // self.n_samples_per_prompt)
+
+    def sampling(self, rollout: RolloutConfig) -> dict[str, Any]:
+        """Settings of the evaluation's model calls; what is not set here is as in training."""
+        given = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_new_tokens}
+        return rollout.sampling() | {name: value for name, value in given.items() if value is not None}
+
+
 class RunConfig(Section):
     name: str = Field(default="molt", pattern=r"^[A-Za-z0-9_-]+$")
     """Name of the run, in letters, digits, - and _: prefix of its Serve applications and of its actors in the dashboard."""
@@ -268,6 +308,7 @@ class Config(Section):
     capture: CaptureConfig = CaptureConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
     run: RunConfig = RunConfig()
 
     @property
@@ -417,6 +458,7 @@ def absolute(config: Config, root: Path) -> Config:
         }
     )
     data = config.data.model_copy(update={"prompt_dataset": str(root / config.data.prompt_dataset)})
+    held_out = config.eval.model_copy(update={"dataset": config.eval.dataset and str(root / config.eval.dataset)})
     model = root / config.actor.model_name_or_path
     actor = config.actor.model_copy(update={"model_name_or_path": str(model)}) if model.is_dir() else config.actor
-    return config.model_copy(update={"run": run, "ckpt": ckpt, "data": data, "actor": actor})
+    return config.model_copy(update={"run": run, "ckpt": ckpt, "data": data, "eval": held_out, "actor": actor})

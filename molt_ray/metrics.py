@@ -88,6 +88,18 @@ class MetricsLog:
             gauge.set(float(values.get(name, 0.0)))
         print(self.line(step, values), flush=True)
 
+    def write_evaluation(self, step: int, values: dict[str, float]) -> None:
+        """One pass over the held-out prompts, after `step`: eval.jsonl, TensorBoard and a line."""
+        with (self.folder / "eval.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+        for name, value in values.items():
+            self._board.add_scalar(name, float(value), step)
+        shown = [name for name in values if name.startswith("eval/") and f"{name}_se" in values]
+        scores = "  ".join(f"{name[5:]} {values[name]:.3f}±{values[f'{name}_se']:.3f}" for name in shown)
+        print(
+            f"evaluation after step {step} on {values['eval/num_prompts']:.0f} held-out prompts: {scores}", flush=True
+        )
+
     @property
     def recent_reward(self) -> float | None:
         """Mean reward of the last ten steps; None before there are ten."""

@@ -87,9 +87,6 @@ class Dispatcher:
     def _task(self, group: Group) -> GroupTask:
         prompt = self.prompts[group.key.index]
         rollout = self.config.rollout
-        sampling: dict[str, Any] = {"temperature": rollout.temperature, "top_p": rollout.top_p}
-        if rollout.max_new_tokens is not None:
-            sampling["max_tokens"] = rollout.max_new_tokens
         return GroupTask(
             group_id=group.group_id,
             prompt_id=group.key.index,
@@ -99,7 +96,7 @@ class Dispatcher:
             n=rollout.n_samples_per_prompt,
             seed=zlib.crc32(f"{self.config.train.seed}/{group.group_id}".encode()),
             attempt=group.attempt,
-            sampling=sampling,
+            sampling=rollout.sampling(),
         )
 
     async def _call(self, group: Group) -> None:

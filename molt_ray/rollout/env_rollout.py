@@ -57,6 +57,7 @@ class EnvRollout:
         self.raw: Placement | None = None  # the next prompt, once the context has left the template
         self.kept: dict[str, Any] = {"label": attempt.task.label, "images": attempt.task.images}  # in every state
         self.sampling = attempt.sampling(config)
+        self.cap: int = self.sampling["max_tokens"]  # of a turn: what an Env asks for stays within it
         self.turn_rewards: list[float] = []
         self.info: dict[str, float] = {}
         self.score: float | None = None
@@ -142,8 +143,7 @@ class EnvRollout:
 
     def turn_sampling(self, remaining: int) -> dict[str, Any]:
         """The current settings with this turn's seed, and its token limits within the budget."""
-        cap = self.config.rollout.max_new_tokens or remaining
-        limit = min(self.sampling.get("max_tokens") or cap, cap, remaining)
+        limit = min(self.sampling.get("max_tokens") or self.cap, self.cap, remaining)
         sampling = {**self.sampling, "max_tokens": limit}
         if "min_tokens" in sampling:
             sampling["min_tokens"] = min(sampling["min_tokens"], limit)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from molt_ray.config import ConfigError, DataConfig
+from molt_ray.config import Config, ConfigError, DataConfig
 
 
 class PromptKey(NamedTuple):
@@ -104,6 +104,13 @@ def read_prompts(data: DataConfig) -> list[dict[str, Any]]:
     if not rows:
         raise ConfigError(f"--data.prompt_dataset {data.prompt_dataset!r}: holds no row")
     return rows
+
+
+def read_held_out(config: Config) -> list[dict[str, Any]]:
+    """The prompts of `eval.dataset`, all of them; none when there is no such option."""
+    if not config.eval.dataset:
+        return []
+    return read_prompts(config.data.model_copy(update={"prompt_dataset": config.eval.dataset, "max_samples": None}))
 
 
 def read_json_lines(path: Path, skip_bad: bool) -> list[dict[str, Any]]:

@@ -1,0 +1,124 @@
+"""Held-out prompts, rolled out on the workers that the training uses, beside it.
+
+Guarantees: each prompt is rolled out `eval.n_samples_per_prompt` times whatever the training does meanwhile; nothing of it is trained;
+every token comes from one policy version, because the caller lets no refit happen before it has ended (a token of another
+version raises). A prompt that fails counts as failed, never as a wrong answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from molt_ray.config import Config
+from molt_ray.errors import RunError
+from molt_ray.experience import Row
+from molt_ray.rollout.calls import stream_group
+from molt_ray.rollout.messages import GroupTask
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """What one pass over the held-out prompts came to: a list of light rows per prompt, and why others have none."""
+
+    version: int
+    groups: list[list[Row]] = field(default_factory=list)
+    failed: Counter[str] = field(default_factory=Counter)
+
+    def metrics(self) -> dict[str, float]:
+        """`pass1`: mean score per rollout (avg@n); `pass1_se`: its standard error over prompts; `pass<n>`: mean of each prompt's best;
+        and the mean of each info the agent gave, with its standard error."""
+        scores = [[row.score for row in first_rows(rows)] for rows in self.groups]
+        out = {"eval/num_prompts": float(len(scores)), "eval/failed_prompts": float(self.failed.total())}
+        if not scores:
+            return out
+        out |= mean_and_error("eval/pass1", [sum(s) / len(s) for s in scores])
+        if (n := max(map(len, scores))) > 1:
+            out |= mean_and_error(f"eval/pass{n}", [max(s) for s in scores])
+        for key in sorted({key for rows in self.groups for row in rows for key in row.info}):
+            given = [[row.info[key] for row in first_rows(rows) if key in row.info] for rows in self.groups]
+            out |= mean_and_error(f"eval/{key}", [sum(v) / len(v) for v in given if v])
+        every = [row for rows in self.groups for row in rows]
+        out["eval/response_length_mean"] = sum(row.action_tokens for row in every) / sum(map(len, scores))
+        return out
+
+
+def first_rows(rows: list[Row]) -> list[Row]:
+    """One row a rollout: its segments share reward, score and info."""
+    return list({row.rollout_id: row for row in reversed(rows)}.values())
+
+
+def mean_and_error(name: str, values: list[float]) -> dict[str, float]:
+    """The mean, and its standard error with the prompts as the independent units: rollouts of one prompt are not independent."""
+    n = len(values)
+    mean = sum(values) / n
+    spread = math.sqrt(sum((v - mean) ** 2 for v in values) / max(n - 1, 1))
+    return {name: mean, f"{name}_se": spread / math.sqrt(n)}
+
+
+class Evaluator:
+    """Runs `prompts` through the AgentWorker deployment behind `workers`."""
+
+    def __init__(self, config: Config, prompts: list[dict[str, Any]], workers: Any) -> None:
+        self.config = config
+        self.prompts = prompts
+        self.workers = workers
+
+    async def run(self, version: int, name: str) -> Evaluation:
+        """All prompts once, at `version`; `name` tells this pass from others. Raises RunError when a token has another version."""
+        evaluation = Evaluation(version)
+        places = asyncio.Semaphore(self.config.eval.groups_in_flight(self.config.rollout))
+
+        async def one(index: int) -> None:
+            async with places:
+                await self.group(index, name, evaluation)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index in range(len(self.prompts)):
+                    tasks.create_task(one(index))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return evaluation
+
+    async def group(self, index: int, name: str, evaluation: Evaluation) -> None:
+        rollout = self.config.rollout
+        rows: list[Row] = []
+        updates = stream_group(self.workers, self.task(index, name))
+        deadline_s = rollout.timeout_s * (1 + rollout.max_retries) * (2 + self.config.train.max_staleness)
+        try:
+            async with asyncio.timeout(deadline_s), contextlib.aclosing(updates):
+                async for update, _ in updates:
+                    rows += update.rows
+                    if update.failed:
+                        evaluation.failed[update.failed] += 1
+                        return
+        except Exception as e:
+            evaluation.failed[type(e).__name__] += 1
+            return
+        versions = {v for row in rows if row.action_tokens for v in (row.version_min, row.version_max)}
+        if versions - {evaluation.version}:
+            raise RunError(f"evaluation at version {evaluation.version} saw tokens of {sorted(versions)}")
+        for row in rows:
+            row.packs.clear()  # the payload is not looked at: let the store have it back
+        evaluation.groups.append(rows)
+
+    def task(self, index: int, name: str) -> GroupTask:
+        prompt = self.prompts[index]
+        group_id = f"eval-{name}-p{index}"
+        return GroupTask(
+            group_id=group_id,
+            prompt_id=index,
+            prompt=prompt["prompt"],
+            label=prompt["label"],
+            tools=prompt["tools"],
+            n=self.config.eval.n_samples_per_prompt,
+            # The same seeds in each pass: what changes between two passes is the policy.
+            seed=zlib.crc32(f"eval/{self.config.train.seed}/{index}".encode()),
+            sampling=self.config.eval.sampling(self.config.rollout),
+        )
