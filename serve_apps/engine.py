@@ -151,7 +151,9 @@ def app(config: Config, *, gpu: bool) -> serve.Application:
             "runtime_env": with_variables(variables),
         }
     else:
-        variables = cpu_environment(config.actor.model_name_or_path, tensor_parallel=tp)
+        variables = cpu_environment(
+            config.actor.model_name_or_path, tensor_parallel=tp, threads=config.vllm.cpu_threads
+        )
         options["ray_actor_options"] = {"num_cpus": ENGINE_CPUS, "runtime_env": with_variables(variables)}
     return EngineReplica.options(**options).bind(config, gpu)
 

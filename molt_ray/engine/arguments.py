@@ -102,10 +102,10 @@ def engine_arguments(config: Config, *, gpu: bool) -> dict[str, Any]:
     return arguments | v.extra
 
 
-def cpu_environment(model: str, *, tensor_parallel: int = 1) -> dict[str, str]:
-    """Environment of a CPU engine's processes, to be set before vllm is imported in them."""
+def cpu_environment(model: str, *, tensor_parallel: int = 1, threads: int = 1) -> dict[str, str]:
+    """Environment of a CPU engine's processes, to be set before vllm is imported in them. `threads`: of each worker."""
     variables = {
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(threads),  # vLLM's CPU worker turns torch.set_num_threads off
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default binds every engine to core 0
         "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request compiles a helper for 2 s
         "VLLM_NO_USAGE_STATS": "1",

@@ -70,7 +70,7 @@ class TrainerGroup:
                 num_gpus=1 if on_gpu else 0,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self.placement, bundle),
-                runtime_env={} if on_gpu else {"env_vars": {"OMP_NUM_THREADS": "1"}},
+                runtime_env={} if on_gpu else {"env_vars": {"OMP_NUM_THREADS": str(self.config.fsdp.cpu_threads)}},
             )
             .remote(self.config, rank, self.total_steps)
         )

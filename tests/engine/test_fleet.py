@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def run_config(model: Path, name: str, **vllm: Any) -> Config:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def fleet(cluster: None, models: dict[str, Path]) -> AsyncIterator[Fleet]:
     """Two engines. Tests leave them serving, all on one version."""
-    fleet = Fleet(run_config(models["dense"], "fleet", num_engines=2))
+    fleet = Fleet(run_config(models["dense"], "fleet", num_engines=2, cpu_threads=2))
     await fleet.start()
     yield fleet
     await fleet.stop()
@@ -102,6 +103,14 @@ async def refit(fleet: Fleet, trainer: Any, **options: Any) -> int:
 
 def request(name: str, **sampling: Any) -> GenerateRequest:
     return GenerateRequest(name, TEXT, {"max_tokens": 3, "ignore_eos": True} | sampling)
+
+
+async def test_engines_compute_with_the_threads_asked_for(fleet: Fleet) -> None:
+    actors = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if "#PolicyEngine#" in a["name"]]
+    assert len(actors) == 2
+    for name in actors:
+        replica = ray.get_actor(name, namespace="serve")
+        assert await replica.__ray_call__.remote(lambda self: sys.modules["torch"].get_num_threads()) == 2
 
 
 async def test_groups_of_requests(fleet: Fleet) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,9 @@ def cluster() -> Iterator[None]:
 
 
 def make_group_config(model: Path, folder: Path) -> Config:
-    config = make_config(model, actor__num_gpus_per_node=2, ckpt__path=str(folder), fsdp__timeout_s=60.0)
+    config = make_config(
+        model, actor__num_gpus_per_node=2, ckpt__path=str(folder), fsdp__timeout_s=60.0, fsdp__cpu_threads=2
+    )
     config.train.micro_batch_size = 2
     return config
 
@@ -59,6 +62,9 @@ async def test_two_ranks_train_save_resume_and_export(cluster: None, models: dic
         assert group.dp_size == 2
         assert await group.load() is None
         ray.get_actor("molt-trainer-1")  # readable in the dashboard
+        for actor in group.actors:
+            threads = await actor.__ray_call__.remote(lambda self: sys.modules["torch"].get_num_threads())
+            assert threads == config.fsdp.cpu_threads
         before = await group.logprobs(text)
         plan, datasets = hand_over(config, 0, group.dp_size)
         metrics = await group.train(plan, datasets)
