@@ -101,6 +101,7 @@ class Loop:
     version: int = 0
     step: int = 0
     reported: float = field(default_factory=time.monotonic)
+    engine_busy: float = 0.0  # seconds of all engines, up to the last report
 
     async def run(self) -> None:
         """Trains until the prompts are used up, `train.max_steps` is reached, or the reward is."""
@@ -194,8 +195,9 @@ class Loop:
             state = {"step": self.step, "version": self.version, "pool": self.pool.state()}
             with Timer(step.seconds, "checkpoint"):
                 await self.trainers.save(f"step-{self.step:06d}", state)
-        now = time.monotonic()
+        now, busy = time.monotonic(), sum(self.fleet.busy.values())
         step.seconds["step_total"], self.reported = now - self.reported, now
+        step.seconds["engine_busy"], self.engine_busy = (busy - self.engine_busy) / self.config.vllm.num_engines, busy
         counts = {
             "prompts": self.pool.outcomes,
             "rollout/retried_groups": self.pool.retries,

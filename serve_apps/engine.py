@@ -87,8 +87,9 @@ class EngineReplica:
         """Requests that are not finished."""
         return self.engine.llm.get_num_unfinished_requests()
 
-    async def ping(self) -> tuple[str, int]:
-        return self.replica_id, self.engine.version
+    async def ping(self) -> tuple[str, float]:
+        """Its id, and the seconds in which it had work."""
+        return self.replica_id, self.engine.clock.seconds()
 
     async def call(self, method: str, shared: dict[str, Any], own: dict[str, dict[str, Any]]) -> tuple[str, Any]:
         """Does `method(**shared, **own[its id])`; answers (its id, the version that it holds then, or what went wrong)."""

@@ -41,6 +41,7 @@ class Fleet:
         self.gpu = ray.cluster_resources().get("GPU", 0) > 0
         self.actor: Any = None
         self.handle: Any = None
+        self.busy: dict[str, float] = {}  # seconds in which each engine had work, when it was last asked
 
     # ---- up and down ----
 
@@ -199,14 +200,15 @@ class Fleet:
             await asyncio.sleep(POLL_S)
 
     async def answering(self) -> list[str]:
-        """Ids of the replicas that Serve reaches now."""
+        """Ids of the replicas that Serve reaches now; notes how long each had work."""
         try:
             results = await asyncio.wait_for(
                 self.handle.broadcast("ping").results_async(return_exceptions=True), self.config.vllm.sync_timeout_s
             )
         except (TimeoutError, DeploymentUnavailableError):
             return []
-        return [result[0] for result in results if not isinstance(result, Exception)]
+        self.busy |= (heard := dict(result for result in results if not isinstance(result, Exception)))
+        return list(heard)
 
 
 def alive(actor: str) -> bool:

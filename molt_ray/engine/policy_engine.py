@@ -21,6 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from molt_ray.config import Config
 from molt_ray.engine.arguments import engine_arguments, kv_cache_bytes
+from molt_ray.engine.busy import BusyClock
 from molt_ray.engine.protocol import MESSAGE_TOKENS, ContextTooLong, EngineError, GenerateRequest, Generation
 
 STREAM_INTERVAL_S = (
@@ -37,6 +38,7 @@ class PolicyEngine:
         self.gpu = gpu
         self.version = 0  # 0: the checkpoint's weights
         self.broken = ""
+        self.clock = BusyClock()
         self.llm: AsyncLLM
 
     # ---- life ----
@@ -97,9 +99,10 @@ class PolicyEngine:
         output: RequestOutput | None = None
         try:
             prompt = tokens_input(list(request.prompt_ids))
-            async with aclosing(self.llm.generate(prompt, params, request.request_id)) as outputs:
-                async for output in outputs:  # noqa: B007
-                    pass
+            with self.clock.request():
+                async with aclosing(self.llm.generate(prompt, params, request.request_id)) as outputs:
+                    async for output in outputs:  # noqa: B007
+                        pass
         except Exception as e:
             raise EngineError(f"request {request.request_id}: {type(e).__name__}: {e}") from e
         if output is None:
@@ -140,12 +143,13 @@ class PolicyEngine:
         """
         loop = asyncio.get_running_loop()
         deltas = sampling_params.output_kind == RequestOutputKind.DELTA
-        async with aclosing(self.llm.generate(prompt, sampling_params, request_id, **options)) as outputs:
-            async for output in outputs:
-                sent = loop.time()
-                yield output
-                if deltas and not output.finished:
-                    await asyncio.sleep(max(0.0, sent + STREAM_INTERVAL_S - loop.time()))
+        with self.clock.request():
+            async with aclosing(self.llm.generate(prompt, sampling_params, request_id, **options)) as outputs:
+                async for output in outputs:
+                    sent = loop.time()
+                    yield output
+                    if deltas and not output.finished:
+                        await asyncio.sleep(max(0.0, sent + STREAM_INTERVAL_S - loop.time()))
 
     async def abort(self, request_ids: list[str]) -> None:
         """Ends requests early: their callers get what there is, with finish reason `abort`. Unknown ids are none of its business."""
@@ -169,9 +173,11 @@ class PolicyEngine:
         """Stops decoding: `keep` freezes running requests, `wait` lets them finish. New ones queue. KV and prefixes are dropped:
         blocks of the old weights would otherwise be reused (1 to 2 nats off)."""
         await self.llm.pause_generation(mode=mode)
+        self.clock.pause(True)
 
     async def resume(self) -> None:
         await self.llm.resume_generation()
+        self.clock.pause(False)
 
     async def init_transfer(self, init_info: dict[str, Any], rank_offset: int) -> None:
         """Joins the trainer's transfer group with its workers' ranks from `rank_offset`; returns when all members have joined."""
