@@ -24,3 +24,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     folders = {kind: make_byte_model(root / kind, kind) for kind in ("dense", "tied", "moe")}
     return folders | {"last_digit": make_last_digit(root / "last_digit")}
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The embedded pretrained model, where `make train` keeps it too: made on the first use, about 30 s and 540 MB."""
+    from molt_ray.smollm2 import make_smollm2
+
+    return make_smollm2(Path(__file__).parent.parent / "build/smollm2-135m")
