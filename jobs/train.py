@@ -46,14 +46,18 @@ def run(config: Config, plan_only: bool) -> int:
     import ray
 
     from graphs.rl import declare, train
-    from molt_ray.agents.load import load_runner
+    from molt_ray.agents.load import load_runner, options_of
     from molt_ray.agents.runners import ChatAgentRunner
     from molt_ray.engine.arguments import check_engine_arguments
 
     cluster = ray.cluster_resources()
     gpus = cluster.get("GPU", 0) > 0
     check_engine_arguments(config, gpu=gpus)
-    form = "chat" if isinstance(load_runner(config.train.agent_path), ChatAgentRunner) else "env"
+    runner = load_runner(config.train.agent_path)
+    options_of(runner, config.train.agent_options)
+    form = "chat" if isinstance(runner, ChatAgentRunner) else "env"
+    if form == "chat" and config.data.raw_prompt:
+        raise ConfigError("--data.raw_prompt True: a ChatAgent's messages go through the template; use an Env")
     graph = declare(config, form, gpus=gpus)
     problems = graph.problems(cluster)
     if plan_only:

@@ -107,7 +107,17 @@ class CkptConfig(Section):
 
 class DataConfig(Section):
     prompt_dataset: str = ""
-    """A .jsonl, .parquet or .csv file (or folder of Parquet files), one prompt a row (required)."""
+    """A .jsonl, .parquet or .csv file (or folder of Parquet files), one prompt a row; this or data.tasks."""
+    tasks: JsonDict = {}
+    """Prompts made by families of reasoning-gym: name to options of the family, and its `weight` in the mixture (docs/tasks.md)."""
+    task_size: int = Field(default=2000, ge=1)
+    """Prompts that data.tasks makes, no two alike."""
+    task_seed: int = 0
+    """Seed of data.tasks."""
+    prompt_template: str = "{question}"
+    """Text around each prompt that is a string, such as a few-shot header: '{question}\\nAnswer:'."""
+    raw_prompt: bool = False
+    """The model gets the prompt as it is, without the chat template (an Env only)."""
     input_key: str = "input"
     """Column with the prompt: a string, or a list of chat messages."""
     label_key: str | None = None
@@ -237,6 +247,8 @@ class TrainConfig(Section):
     """Tokens of one forward pass, padding included."""
     num_episodes: int = Field(default=1, ge=1)
     """Passes over the prompts."""
+    agent_options: JsonDict = {}
+    """The agent's own options, by the fields of its AgentRunner.options_class."""
     max_epochs: int = Field(default=1, ge=1)
     """Passes over each rollout batch."""
     max_steps: int | None = Field(default=None, ge=1)
@@ -264,6 +276,10 @@ class EvalConfig(Section):
     """Rollouts of the evaluation in progress at once. None: rollout.batch_size."""
     n_samples_per_prompt: int = Field(default=1, ge=1)
     """Rollouts of each held-out prompt: pass1 is their mean score, pass<n> that of the best."""
+    task_size: int = Field(default=0, ge=0)
+    """Held-out prompts that data.tasks makes beside those of the training, none of which they repeat. 0: no evaluation."""
+    task_seed: int = 1
+    """Seed of the held-out prompts of data.tasks."""
     temperature: float | None = Field(default=None, ge=0)
     """None: rollout.temperature; 0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -338,7 +354,11 @@ def check_required(c: Config) -> None:
     for option, value, what in (
         ("actor.model_name_or_path", c.actor.model_name_or_path, "a Hugging Face folder or hub name"),
         ("train.agent_path", c.train.agent_path, "a Python file that exports AgentRunner"),
-        ("data.prompt_dataset", c.data.prompt_dataset, "a .jsonl, .parquet or .csv file"),
+        (
+            "data.prompt_dataset",
+            c.data.prompt_dataset or c.data.tasks,
+            "a .jsonl, .parquet or .csv file, or families in --data.tasks",
+        ),
     ):
         if not value:
             refuse(option, value, f"required: give {what}")
@@ -352,6 +372,29 @@ def check_batches(c: Config) -> None:
         )
     if step is not None and (step > batch or batch % step):
         refuse(
+def check_prompts(c: Config) -> None:
+    data = c.data
+    if data.prompt_template.count("{question}") != 1:
+        refuse("data.prompt_template", data.prompt_template, "must hold {question} once")
+    if not data.tasks:
+        if c.eval.task_size:
+            refuse(
+                "eval.task_size", c.eval.task_size, "needs --data.tasks; hold prompts of a file out in --eval.dataset"
+            )
+        return
+    for option, value, remedy in (
+        ("data.prompt_dataset", data.prompt_dataset, "excludes --data.tasks: leave one of them out"),
+        ("data.label_key", data.label_key, "--data.tasks make their labels: leave it out"),
+        ("data.tools_key", data.tools_key, "--data.tasks have no tools: leave it out"),
+        ("eval.dataset", c.eval.dataset, "with --data.tasks, prompts are held out by --eval.task_size"),
+    ):
+        if value:
+            refuse(option, value, remedy)
+    from molt_ray.tasks import check_tasks  # imports this module, and reasoning-gym only for a run that uses it
+
+    check_tasks(data.tasks)
+
+
             "train.batch_size", step, f"must divide --rollout.batch_size {batch}, or be left out for one step per batch"
         )
     if c.world_size % c.fsdp.tp_size:
@@ -439,6 +482,7 @@ def parse(argv: list[str], recipe: Path | None = None, root: Path | None = None,
             default=base,
             prog="jobs/train.py",
             description=description or None,
+    check_prompts(config)
             use_underscores=True,
             config=(tyro.conf.FlagConversionOff,),
         )
@@ -457,7 +501,8 @@ def absolute(config: Config, root: Path) -> Config:
             "path": str(root / (config.ckpt.path or f"{run.dir}/checkpoints")),
         }
     )
-    data = config.data.model_copy(update={"prompt_dataset": str(root / config.data.prompt_dataset)})
+    file = config.data.prompt_dataset
+    data = config.data.model_copy(update={"prompt_dataset": file and str(root / file)})
     held_out = config.eval.model_copy(update={"dataset": config.eval.dataset and str(root / config.eval.dataset)})
     model = root / config.actor.model_name_or_path
     actor = config.actor.model_copy(update={"model_name_or_path": str(model)}) if model.is_dir() else config.actor

@@ -47,8 +47,8 @@ class Env:
     be killed. A fresh Env per rollout.
 
     `state` is a new dict at each call. To `reset`: observation_text (the prompt's last user message; also as observation),
-    messages, label, images, sampling_params. To `step`: observation_text (the whole context as text, template included),
-    action_text (what the policy said, special tokens included), action_message (the same without them), label, images,
+    messages, label, options (the agent's own, see runners.py), images, sampling_params. To `step`: observation_text (the whole context as text, template included),
+    action_text (what the policy said, special tokens included), action_message (the same without them), label, options, images,
     messages, prompt_ids, action_ids, finish_reason (stop or length), turn (from 0), remaining (tokens left of the budget),
     sampling_params, and whatever else `reset` returned.
     """
@@ -81,6 +81,7 @@ class Context:
     session_id: str
     sampling_params: Sampling  # temperature, top_p, max_tokens and what else the run sets
     max_length: int
+    options: Any = None  # the agent's own, see runners.py
 
 
 class ChatAgent:

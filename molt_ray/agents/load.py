@@ -10,7 +10,11 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from molt_ray.agents.runners import ChatAgentRunner, Runner, StepEnvRunner
 from molt_ray.config import ConfigError
@@ -39,6 +43,23 @@ def load_runner(path: str) -> Runner:
         return runner_class()
     except Exception as e:
         raise AgentLoadError(f"{option}: AgentRunner() failed: {e}\n{traceback.format_exc()}") from None
+
+
+def options_of(runner: Runner, given: dict[str, Any]) -> Any:
+    """The runner's `options_class` with the fields `given`, types checked; None when it has no such class. Raises AgentLoadError."""
+    kind = runner.options_class
+    if kind is None:
+        if given:
+            raise AgentLoadError(f"--train.agent_options {given}: the agent's AgentRunner names no options_class")
+        return None
+    known = {field.name for field in fields(kind)}
+    if unknown := set(given) - known:
+        raise AgentLoadError(f"--train.agent_options {sorted(unknown)}: no such options; the agent has {sorted(known)}")
+    try:
+        return TypeAdapter(kind).validate_python(given)
+    except ValidationError as e:
+        faults = "; ".join(f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in e.errors())
+        raise AgentLoadError(f"--train.agent_options {given}: {faults}") from None
 
 
 def import_file(file: Path, option: str) -> dict[str, object]:

@@ -3,7 +3,8 @@
     class AgentRunner(StepEnvRunner):        class AgentRunner(ChatAgentRunner):
         env_class = MyEnv                        agent_class = MyAgent
 
-`def __init__(self): super().__init__(MyEnv)` says the same. Guarantees: importing this is cheap, for a blocking agent's child
+`def __init__(self): super().__init__(MyEnv)` says the same. `options_class` may name a dataclass: its fields are what the recipe sets
+under `train.agent_options`. Guarantees: importing this is cheap, for a blocking agent's child
 process imports it too; whether an agent blocks is told from its methods alone: one that is not `async` makes it blocking.
 """
 
@@ -22,6 +23,7 @@ class StepEnvRunner:
     """Runs an `Env`: the worker samples a turn, the Env answers it, until the Env ends the rollout or the budget is used up."""
 
     env_class: ClassVar[type[Env] | None] = None
+    options_class: ClassVar[type | None] = None
 
     def __init__(self, env_class: type[Env] | None = None) -> None:
         self.user_class = checked(env_class or self.env_class, Env, "env_class")
@@ -39,6 +41,7 @@ class ChatAgentRunner:
     """Runs a `ChatAgent`: it calls the policy through an SDK of its own, at the URL in its context."""
 
     agent_class: ClassVar[type[ChatAgent] | None] = None
+    options_class: ClassVar[type | None] = None
 
     def __init__(self, agent_class: type[ChatAgent] | None = None) -> None:
         self.user_class = checked(agent_class or self.agent_class, ChatAgent, "agent_class")

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 MODEL_NAME = "policy"
 
 
-async def run_chat(attempt: Attempt, host: Host, *, config: Config, capture: CaptureClient) -> Outcome:
+async def run_chat(
+    attempt: Attempt, host: Host, *, config: Config, capture: CaptureClient, options: Any = None
+) -> Outcome:
     """One rollout of the ChatAgent in `host`. Raises RolloutFailed, or AgentError with the user's traceback."""
     sampling = attempt.sampling(config)
     meta = {
@@ -39,7 +41,7 @@ async def run_chat(attempt: Attempt, host: Host, *, config: Config, capture: Cap
     }
     async with opened(host):
         async with capture.session(meta) as session:
-            answer = await host.call("run", context_of(attempt, session, sampling, config))
+            answer = await host.call("run", context_of(attempt, session, sampling, config, options))
         result = expect(Result, answer, "what run returned")
         if result.reward is None:
             raise RolloutFailed("bad_reward", "run returned reward None")
@@ -57,7 +59,7 @@ async def run_chat(attempt: Attempt, host: Host, *, config: Config, capture: Cap
         )
 
 
-def context_of(attempt: Attempt, session: Any, sampling: Sampling, config: Config) -> Context:
+def context_of(attempt: Attempt, session: Any, sampling: Sampling, config: Config, options: Any) -> Context:
     messages = attempt.messages()
     return Context(
         messages=messages,
@@ -72,4 +74,5 @@ def context_of(attempt: Attempt, session: Any, sampling: Sampling, config: Confi
         session_id=session.session_id,
         sampling_params=sampling,
         max_length=config.data.max_len,
+        options=options,
     )

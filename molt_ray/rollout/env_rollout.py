@@ -29,12 +29,14 @@ from molt_ray.rollout.attempt import (
 )
 
 
-async def run_env(attempt: Attempt, host: Host, *, config: Config, engine: Engine, template: HfTemplate) -> Outcome:
+async def run_env(
+    attempt: Attempt, host: Host, *, config: Config, engine: Engine, template: HfTemplate, options: Any = None
+) -> Outcome:
     """One rollout of the Env in `host`. Raises RolloutFailed, or AgentError with the user's traceback."""
     if attempt.task.images:
         raise RolloutFailed("agent_error", "an Env's model calls carry no images: use a ChatAgent for image prompts")
     async with opened(host):
-        rollout = EnvRollout(attempt, host, config, engine, template)
+        rollout = EnvRollout(attempt, host, config, engine, template, options)
         await rollout.reset()
         while await rollout.turn():
             pass
@@ -44,7 +46,9 @@ async def run_env(attempt: Attempt, host: Host, *, config: Config, engine: Engin
 class EnvRollout:
     """The state of one rollout between its turns."""
 
-    def __init__(self, attempt: Attempt, host: Host, config: Config, engine: Engine, template: HfTemplate) -> None:
+    def __init__(
+        self, attempt: Attempt, host: Host, config: Config, engine: Engine, template: HfTemplate, options: Any
+    ) -> None:
         self.attempt = attempt
         self.host = host
         self.config = config
@@ -55,7 +59,12 @@ class EnvRollout:
         )
         self.messages: Messages = attempt.messages()
         self.raw: Placement | None = None  # the next prompt, once the context has left the template
-        self.kept: dict[str, Any] = {"label": attempt.task.label, "images": attempt.task.images}  # in every state
+        # In every state.
+        self.kept: dict[str, Any] = {
+            "label": attempt.task.label,
+            "images": attempt.task.images,
+            "options": options,
+        }
         self.sampling = attempt.sampling(config)
         self.cap: int = self.sampling["max_tokens"]  # of a turn: what an Env asks for stays within it
         self.turn_rewards: list[float] = []
@@ -75,16 +84,19 @@ class EnvRollout:
             "turn": 0,
         }
         changes = await self.host.call("reset", state)
-        if changes is None:
-            return
-        changes = dict(expect(dict, changes, "what reset returned"))
+        changes = dict(expect(dict, {} if changes is None else changes, "what reset returned"))
+        if self.config.data.raw_prompt and "messages" in changes:
+            raise RolloutFailed(
+                "agent_error", "reset changed messages, but --data.raw_prompt has none: change observation_text"
+            )
         self.messages = list(expect(list, changes.pop("messages", self.messages), "messages"))
         self.sampling = Sampling(expect(dict, changes.pop("sampling_params", self.sampling), "sampling_params"))
-        for first in (changes.pop("observation_text", text), changes.pop("observation", text)):
-            if isinstance(first, RawText):
-                self.raw = self.tree.append_raw(None, self.template.encode(first))
-            elif first != text:
-                self.messages = with_last_user_text(self.messages, first)
+        given = [changes.pop(name, text) for name in ("observation_text", "observation")]
+        first = next((value for value in given if isinstance(value, RawText) or value != text), text)
+        if isinstance(first, RawText) or self.config.data.raw_prompt:
+            self.raw = self.tree.append_raw(None, self.template.encode(first))
+        elif first != text:
+            self.messages = with_last_user_text(self.messages, first)
         self.kept |= changes
 
     async def turn(self) -> bool:

@@ -1,4 +1,4 @@
-"""The prompts: read once with Ray Data into light rows, then dealt in an order that depends on the seed alone.
+"""The prompts: read once with Ray Data, or made by task families, into light rows; then dealt in an order that depends on the seed alone.
 
 Guarantees: `PromptOrder` deals each prompt once per epoch, remembers which have their outcome, and after `restore` deals
 exactly those that have none, in the same order. A row that cannot be read is named with its file and line.
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from molt_ray.config import Config, ConfigError, DataConfig
+from molt_ray.tasks import generate
 
 
 class PromptKey(NamedTuple):
@@ -88,7 +89,34 @@ class PromptOrder:
 
 
 def read_prompts(data: DataConfig) -> list[dict[str, Any]]:
-    """Rows with `prompt` (str or messages), `label`, `tools`. Needs a running Ray. Raises ConfigError naming option, file, line or column."""
+    """Rows with `prompt` (str or messages), `label`, `tools`, from the file or the task families that `data` names.
+
+    A file needs a running Ray. Raises ConfigError naming option, file, line or column.
+    """
+    if data.tasks:
+        return [
+            templated(row, data) for row in generate(data.tasks, data.task_size, data.task_seed)[: data.max_samples]
+        ]
+    return read_file(data)
+
+
+def read_held_out(config: Config) -> list[dict[str, Any]]:
+    """The prompts of `eval.dataset`, all of them, or `eval.task_size` of data.tasks that the training has not; none without such an option."""
+    data, held_out = config.data, config.eval
+    if held_out.task_size:
+        training = {row["prompt"] for row in generate(data.tasks, data.task_size, data.task_seed)}
+        return [templated(row, data) for row in generate(data.tasks, held_out.task_size, held_out.task_seed, training)]
+    if not held_out.dataset:
+        return []
+    return read_file(data.model_copy(update={"prompt_dataset": held_out.dataset, "max_samples": None}))
+
+
+def templated(row: dict[str, Any], data: DataConfig) -> dict[str, Any]:
+    """A row of `generate` as a prompt."""
+    return {"prompt": data.prompt_template.replace("{question}", row["prompt"]), "label": row["label"], "tools": None}
+
+
+def read_file(data: DataConfig) -> list[dict[str, Any]]:
     import ray.data
 
     ray.data.DataContext.get_current().execution_options.preserve_order = (
@@ -104,13 +132,6 @@ def read_prompts(data: DataConfig) -> list[dict[str, Any]]:
     if not rows:
         raise ConfigError(f"--data.prompt_dataset {data.prompt_dataset!r}: holds no row")
     return rows
-
-
-def read_held_out(config: Config) -> list[dict[str, Any]]:
-    """The prompts of `eval.dataset`, all of them; none when there is no such option."""
-    if not config.eval.dataset:
-        return []
-    return read_prompts(config.data.model_copy(update={"prompt_dataset": config.eval.dataset, "max_samples": None}))
 
 
 def read_json_lines(path: Path, skip_bad: bool) -> list[dict[str, Any]]:
@@ -162,6 +183,11 @@ def prompt_of(row: dict[str, Any], data: DataConfig, where: str) -> dict[str, An
         raise ConfigError(
             f"--data.input_key {data.input_key!r}: {where} holds {prompt!r}; expected text or a list of messages"
         )
+    if isinstance(prompt, str):
+        prompt = data.prompt_template.replace("{question}", prompt)
+    elif data.raw_prompt or data.prompt_template != "{question}":
+        option = "raw_prompt" if data.raw_prompt else "prompt_template"
+        raise ConfigError(f"--data.{option}: {where} holds messages; give text prompts, or leave the option out")
     return {
         "prompt": prompt,
         "label": row[data.label_key] if data.label_key else None,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from molt_ray.agents.children import ChildPool
 from molt_ray.agents.hosts import AgentError, leased
-from molt_ray.agents.load import load_runner
+from molt_ray.agents.load import load_runner, options_of
 from molt_ray.agents.runners import StepEnvRunner
 from molt_ray.capture.template import HfTemplate
 from molt_ray.config import Config
@@ -51,6 +51,7 @@ class RolloutWorker:
     ) -> None:
         self.config = config
         self.runner = load_runner(config.train.agent_path)
+        self.options = options_of(self.runner, config.train.agent_options)
         self.engine = engine
         self.template = template
         self.capture = capture
@@ -102,10 +103,11 @@ class RolloutWorker:
         """One try under its deadline. Raises RolloutFailed with the reason, whatever went wrong."""
         try:
             async with leased(self.runner, self.children) as host:
+                common = {"config": self.config, "options": self.options}
                 if isinstance(self.runner, StepEnvRunner):
-                    run = run_env(attempt, host, config=self.config, engine=self.engine, template=self.template)
+                    run = run_env(attempt, host, engine=self.engine, template=self.template, **common)
                 else:
-                    run = run_chat(attempt, host, config=self.config, capture=self.capture)
+                    run = run_chat(attempt, host, capture=self.capture, **common)
                 return await within(self.config.rollout.timeout_s, run)
         except AgentError as e:
             raise RolloutFailed("agent_error", str(e)) from None

@@ -85,3 +85,13 @@ def test_a_prompt_that_is_no_text_and_no_messages_is_named(tmp_path: Path, value
     (tmp_path / "p.jsonl").write_text(json.dumps({"input": value}) + "\n")
     with pytest.raises(ConfigError, match="row 1 holds"):
         read_prompts(DataConfig(prompt_dataset=str(tmp_path / "p.jsonl")))
+
+
+def test_a_template_is_put_around_text_and_refused_for_messages(tmp_path: Path):
+    shown = {"prompt_dataset": str(written(tmp_path, "jsonl")), "prompt_template": "2+2=4\n{question}="}
+    assert read_prompts(DataConfig(**shown))[0]["prompt"] == "2+2=4\nprompt 0="
+    path = tmp_path / "m.jsonl"
+    path.write_text(json.dumps({"input": [{"role": "user", "content": "hi"}]}) + "\n")
+    for option, value in (("prompt_template", "{question}="), ("raw_prompt", True)):
+        with pytest.raises(ConfigError, match=f"--data.{option}: m.jsonl, row 1 holds messages"):
+            read_prompts(DataConfig(prompt_dataset=str(path), **{option: value}))
