@@ -239,6 +239,8 @@ class RolloutConfig(Section):
 class TrainConfig(Section):
     agent_path: str = ""
     """Python file that exports AgentRunner (required)."""
+    agent_options: JsonDict = {}
+    """The agent's own options, by the fields of its AgentRunner.options_class."""
     batch_size: int | None = Field(default=None, ge=1)
     """Rollouts per optimizer step. None: the whole rollout batch in one step."""
     micro_batch_size: int | None = Field(default=None, ge=1)
@@ -247,8 +249,6 @@ class TrainConfig(Section):
     """Tokens of one forward pass, padding included."""
     num_episodes: int = Field(default=1, ge=1)
     """Passes over the prompts."""
-    agent_options: JsonDict = {}
-    """The agent's own options, by the fields of its AgentRunner.options_class."""
     max_epochs: int = Field(default=1, ge=1)
     """Passes over each rollout batch."""
     max_steps: int | None = Field(default=None, ge=1)
@@ -268,6 +268,10 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     dataset: str = ""
     """Held-out prompts, a file like data.prompt_dataset and with its columns. Empty: no evaluation."""
+    task_size: int = Field(default=0, ge=0)
+    """Held-out prompts that data.tasks makes beside those of the training, none of which they repeat. 0: no evaluation."""
+    task_seed: int = 1
+    """Seed of the held-out prompts of data.tasks."""
     steps: int = -1
     """Evaluate after every so many steps, and after the last; -1 only at start and end."""
     eval_at_start: bool = True
@@ -276,10 +280,6 @@ class EvalConfig(Section):
     """Rollouts of the evaluation in progress at once. None: rollout.batch_size."""
     n_samples_per_prompt: int = Field(default=1, ge=1)
     """Rollouts of each held-out prompt: pass1 is their mean score, pass<n> that of the best."""
-    task_size: int = Field(default=0, ge=0)
-    """Held-out prompts that data.tasks makes beside those of the training, none of which they repeat. 0: no evaluation."""
-    task_seed: int = 1
-    """Seed of the held-out prompts of data.tasks."""
     temperature: float | None = Field(default=None, ge=0)
     """None: rollout.temperature; 0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -364,14 +364,6 @@ def check_required(c: Config) -> None:
             refuse(option, value, f"required: give {what}")
 
 
-def check_batches(c: Config) -> None:
-    n, batch, step = c.rollout.n_samples_per_prompt, c.rollout.batch_size, c.train.batch_size
-    if batch % n:
-        refuse(
-            "rollout.batch_size", batch, f"counts rollouts and must be a multiple of --rollout.n_samples_per_prompt {n}"
-        )
-    if step is not None and (step > batch or batch % step):
-        refuse(
 def check_prompts(c: Config) -> None:
     data = c.data
     if data.prompt_template.count("{question}") != 1:
@@ -395,6 +387,14 @@ def check_prompts(c: Config) -> None:
     check_tasks(data.tasks)
 
 
+def check_batches(c: Config) -> None:
+    n, batch, step = c.rollout.n_samples_per_prompt, c.rollout.batch_size, c.train.batch_size
+    if batch % n:
+        refuse(
+            "rollout.batch_size", batch, f"counts rollouts and must be a multiple of --rollout.n_samples_per_prompt {n}"
+        )
+    if step is not None and (step > batch or batch % step):
+        refuse(
             "train.batch_size", step, f"must divide --rollout.batch_size {batch}, or be left out for one step per batch"
         )
     if c.world_size % c.fsdp.tp_size:
@@ -464,6 +464,7 @@ def fault(error: Any) -> str:
 def check(config: Config) -> Config:
     """Refuses combinations that cannot be honoured. Raises ConfigError naming the option and the remedy."""
     check_required(config)
+    check_prompts(config)
     check_batches(config)
     check_exactness(config)
     return config
@@ -482,7 +483,6 @@ def parse(argv: list[str], recipe: Path | None = None, root: Path | None = None,
             default=base,
             prog="jobs/train.py",
             description=description or None,
-    check_prompts(config)
             use_underscores=True,
             config=(tyro.conf.FlagConversionOff,),
         )
