@@ -76,6 +76,29 @@ async def test_a_raw_prompt_reaches_the_engine_without_the_template(sorting):
 
 
 @pytest.mark.parametrize(
+    ("replies", "reward", "told"),
+    [
+        (["<calc>12*7</calc>" + END, "Answer: 84" + END], 1, "= 84"),
+        (["<calc>1/3</calc>" + END, "0.333" + END], 0, "= 0.333333333333"),
+        (["<calc>__import__('os')</calc>" + END, "84" + END], 1, "= error: only numbers"),
+        (["<calc>1/0</calc>" + END, "84" + END], 1, "= error: Fraction(1, 0)"),
+        (["<calc>9*(</calc>" + END, "84" + END], 1, "= error: "),
+        (["84" + END], 1, None),
+        (["<calc>1</calc>" + END, "<calc>84</calc>" + END], 0, "= 1"),
+    ],
+)
+async def test_the_calculator_answers_text(replies, reward, told):
+    engine = saying(*replies)
+    answer = await run(worker("calculator_tool_env.py", engine, {"match": "numeric"}), prompt="12*7?", label=84)
+    assert answer.failures == []
+    (row,) = answer.rows
+    assert (row.reward, row.info["calls"]) == (reward, len(replies) - 1)
+    assert len(engine.requests) == len(replies)
+    if told is not None:
+        assert f"<|im_start|>user\n{told}" in TEMPLATE.decode(engine.requests[1].prompt_ids)
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"anwser": "tagged"}, r"\['anwser'\]: no such options; the agent has \['answer', 'stop'\]"),

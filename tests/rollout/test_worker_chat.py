@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from capture.conftest import Endpoint, fresh, serving
+from local_capture import LocalCapture
 from scripted import ScriptedEngine, run
 
-from molt_ray.capture.client import CaptureSession
 from molt_ray.capture.template import HfTemplate
 from molt_ray.config import Config
 from molt_ray.rollout.worker import RolloutWorker
@@ -24,27 +23,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 EXAMPLES = Path(__file__).parents[2] / "agents"
 HEAD = "from molt_ray.agents import *\nimport openai, asyncio, json, time\n"
-
-
-class LocalCapture:
-    """What CaptureClient is to a worker, over the sessions of an endpoint in this process."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
-        self.metas: list[dict[str, Any]] = []
-        self.keys: list[str] = []
-
-    @contextlib.asynccontextmanager
-    async def session(self, meta: dict[str, Any]) -> AsyncIterator[CaptureSession]:
-        self.metas.append(meta)
-        session = self.endpoint.sessions.open(meta)
-        self.keys.append(session.key)
-        seen = CaptureSession(session.id, self.endpoint.url(session), session.key, lease_s=60)
-        try:
-            yield seen
-            seen.segments, seen.breaks = session.tree.segments(), session.tree.breaks
-        finally:
-            self.endpoint.sessions.close(session)
 
 
 def chat(body: str, kind: str = "async def") -> str:

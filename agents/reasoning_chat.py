@@ -1,0 +1,23 @@
+"""reasoning_env.py as a chat program with the stock OpenAI SDK."""
+
+import openai
+from reasoning_reward import Options, rewarded
+
+from molt_ray.agents import ChatAgent, ChatAgentRunner
+
+CLIENT = openai.AsyncOpenAI(api_key="set per session", base_url="http://set.per.session")
+
+
+class ReasoningAgent(ChatAgent):
+    async def run(self, ctx):
+        client = CLIENT.with_options(base_url=ctx.base_url, api_key=ctx.api_key)
+        reply = await client.chat.completions.create(
+            model=ctx.model_name, messages=ctx.messages, stop=ctx.options.stop or openai.omit
+        )
+        content = reply.choices[0].message.content or ""
+        return rewarded(content, reply.usage.completion_tokens, ctx.label, ctx.options)
+
+
+class AgentRunner(ChatAgentRunner):
+    agent_class = ReasoningAgent
+    options_class = Options
