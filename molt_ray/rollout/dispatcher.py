@@ -43,7 +43,7 @@ class Dispatcher:
         self.keep = keep
         self.failures: Counter[str] = Counter()  # rollouts that failed, by reason, also those that a retry saved
         self.breaks: Counter[str] = Counter()  # prefix breaks, by reason
-        self.finished_groups = 0
+        self.sampled: list[tuple[float, bool]] = []  # mean score of each group that finished, and whether it was kept
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._failed_in_a_row: deque[str] = deque(maxlen=config.run.fail_limit)  # prompts that count as failed
@@ -76,6 +76,16 @@ class Dispatcher:
         self.pool.refitted(version, trained)
         self.fill()
         self._changed.set()
+
+    def sampled_metrics(self) -> dict[str, float]:
+        """What was sampled since the last call, whether a filter kept it or not: the policy's own mean score. Nothing when nothing finished."""
+        sampled, self.sampled = self.sampled, []
+        if not sampled:
+            return {}
+        return {
+            "rollout/pre_filter_mean_score": sum(score for score, _ in sampled) / len(sampled),
+            "rollout/filtered_share": sum(not kept for _, kept in sampled) / len(sampled),
+        }
 
     async def close(self) -> None:
         """Cancels what is in flight; nothing is dispatched afterwards."""
@@ -131,9 +141,10 @@ class Dispatcher:
             self._changed.set()
 
     def _finished(self, group: Group, rows: list[Row]) -> None:
-        self.finished_groups += 1
         self._failed_in_a_row.clear()
         reason = self.keep(rows) if any(row.action_tokens for row in rows) else "no_action_tokens"
+        scores = {row.rollout_id: row.score for row in rows}
+        self.sampled.append((sum(scores.values()) / len(scores), not reason))
         if reason:
             self.pool.filtered(group.group_id, reason)
         else:

@@ -143,3 +143,21 @@ async def test_a_worker_that_falls_silent_is_given_up_and_one_that_goes_on_is_no
     d = make(config, prompts=1)
     assert await asyncio.wait_for(d.batch(0), 20) is None
     assert d.pool.outcomes == {"failed/worker_timeout": 1} and d.failures["worker_timeout"] == 1
+
+
+async def test_what_a_filter_drops_is_in_the_score_of_what_was_sampled(streams):
+    """The trained rows alone would show the filter's taste, not the policy's score."""
+
+    def answer(task, number):
+        update = whole(task)
+        for row in update.rows:
+            row.score = float(task.prompt_id % 4 == 0)
+        return [update]
+
+    streams(answer)
+    d = make(config_of(), prompts=64, keep=lambda rows: "" if rows[0].score else "all_wrong")
+    assert d.sampled_metrics() == {}
+    await asyncio.wait_for(d.batch(0), 20)
+    metrics = d.sampled_metrics()
+    assert metrics == {"rollout/pre_filter_mean_score": 0.25, "rollout/filtered_share": 0.75}
+    assert d.sampled_metrics() == {}
