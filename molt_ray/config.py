@@ -82,12 +82,20 @@ class FsdpConfig(Section):
     """Attention kernel. auto: flash_attention_2 where it is installed on a GPU, else sdpa."""
     packing_samples: bool = False
     """Put a microbatch's segments into one row with restarting positions instead of padding them."""
+    share_prefix: bool = False
+    """Forward what segments of a group have in common before their first sampled token, mostly the prompt, once and not for each.
+    Exact. Packs as packing_samples does; a group stays on one rank. Needs attention of type sdpa over whole contexts."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """torch.distributed backend. auto: nccl on GPU, gloo on CPU."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Deadline of every collective, seconds."""
     cpu_threads: int = Field(default=1, ge=1)
     """Threads of a trainer rank that computes on the CPU. More than the cores that engines leave idle slow both down."""
+
+    @property
+    def layout(self) -> Literal["padded", "packed", "shared"]:
+        """How a microbatch's segments lie in its rows."""
+        return "shared" if self.share_prefix else "packed" if self.packing_samples else "padded"
 
 
 class CkptConfig(Section):
@@ -413,6 +421,16 @@ def check_batches(c: Config) -> None:
         )
 
 
+def check_layout(c: Config) -> None:
+    kernel = c.fsdp.attn_implementation
+    if c.fsdp.share_prefix and kernel not in ("auto", "sdpa"):
+        refuse(
+            "fsdp.attn_implementation",
+            kernel,
+            "--fsdp.share_prefix has attention of its own, on sdpa: use auto or sdpa",
+        )
+
+
 def check_exactness(c: Config) -> None:
     adv = c.algo.advantage
     if c.train.max_staleness > 0 and adv.is_correction_level == "off":
@@ -466,6 +484,7 @@ def check(config: Config) -> Config:
     check_required(config)
     check_prompts(config)
     check_batches(config)
+    check_layout(config)
     check_exactness(config)
     return config
 

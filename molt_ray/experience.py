@@ -9,6 +9,7 @@ the producing node's store instead of many small ones (1,000 objects of 10 KB: 1
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +91,8 @@ class Row:
     info: dict[str, float] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
     packs: dict[str, PackRef] = field(default_factory=dict)
+    prompt_tokens: int = 0  # before the first sampled token
+    prompt_digest: str = ""  # of those tokens: segments of equal digest begin alike
     schema: int = SCHEMA_VERSION
 
     @property
@@ -190,6 +193,7 @@ def experiences_of(
         sampled = segment.versions[segment.turn_index != CONTEXT]
         reasons = sorted({t.not_trained for t in segment.turns if not t.trained})
         actions = int(segment.action_mask.sum())
+        prompt = segment.token_ids[: int(np.argmax(np.append(segment.turn_index != CONTEXT, True)))]
         row = Row(
             rollout_id=rollout_id,
             group_id=group_id,
@@ -209,6 +213,8 @@ def experiences_of(
             opened_by=segment.opened_by,
             info=dict(info),
             turns=segment.turns,
+            prompt_tokens=len(prompt),
+            prompt_digest=hashlib.blake2b(prompt.tobytes(), digest_size=8).hexdigest(),
         )
         out.append(Experience(row, {"tokens": token_payload(segment)}))
     return out

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import ray.data
 
-from molt_ray.balance import LAYOUTS, partition
+from molt_ray.balance import LAYOUTS
 from molt_ray.config import Config
 from molt_ray.experience import Row
 
@@ -54,15 +54,15 @@ def plan_step(
 
     `values` is stage (i) of the advantage, one number a row. Rows without action tokens train nothing and are left out.
     """
-    layout = LAYOUTS["packed" if config.fsdp.packing_samples else "padded"]
+    layout = LAYOUTS[config.fsdp.layout]
     windows: list[Window] = []
     parts: list[list[tuple[int, int, int]]] = [[] for _ in range(dp_size)]  # (row, window, micro) per rank
     for number, members in enumerate(windows_of(rows, config.train.batch_size or config.rollout.batch_size)):
         micro_batches = 0
-        for rank, share in enumerate(partition([rows[i].tokens for i in members], dp_size)):
+        for rank, share in enumerate(layout.over_ranks([rows[i] for i in members], dp_size)):
             mine = [members[i] for i in share]
-            batches = layout(
-                [rows[i].tokens for i in mine], config.train.max_tokens_per_gpu, config.train.micro_batch_size
+            batches = layout.batches(
+                [rows[i] for i in mine], config.train.max_tokens_per_gpu, config.train.micro_batch_size
             )
             parts[rank] += [(mine[i], number, micro) for micro, batch in enumerate(batches) for i in batch]
             micro_batches = max(micro_batches, len(batches))

@@ -13,7 +13,7 @@ from molt_ray.handoff import plan_step, windows_of
 def rows_of(segments: list[list[tuple[int, int]]]) -> list[Row]:
     """One rollout an item; one (context, action) pair a segment."""
     return [
-        Row(f"r{i}", f"g{i // 2}", i, k, len(rollout), 1.0, 1.0, [1.0], context, action, 0, 0)
+        Row(f"r{i}", f"g{i // 2}", i, k, len(rollout), 1.0, 1.0, [1.0], context, action, 0, 0, prompt_digest=str(k))
         for i, rollout in enumerate(segments)
         for k, (context, action) in enumerate(rollout)
     ]
@@ -28,11 +28,18 @@ rollouts = st.lists(
 )
 
 
-@given(rollouts, st.sampled_from([1, 2, 4]), st.sampled_from([None, 4, 16]), st.integers(16, 200), st.booleans())
-def test_every_trainable_row_once_and_denominators_of_the_whole_window(segments, dp_size, per_step, max_tokens, packed):
+@given(
+    rollouts,
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([None, 4, 16]),
+    st.integers(16, 200),
+    st.sampled_from(["padded", "packed", "shared"]),
+)
+def test_every_trainable_row_once_and_denominators_of_the_whole_window(segments, dp_size, per_step, max_tokens, layout):
     rows = rows_of(segments)
     c = config(batch_size=per_step, max_tokens_per_gpu=max_tokens)
-    c.fsdp.packing_samples = packed
+    c.fsdp.packing_samples, c.fsdp.share_prefix = layout == "packed", layout == "shared"
+    assert c.fsdp.layout == layout
     values = np.arange(len(rows), dtype=np.float64)
     plan, frames = plan_step(rows, values, 3, c, dp_size)
     assert len(frames) == dp_size and plan.version == 3

@@ -1,20 +1,23 @@
 """Segments of one rank as the tensors of its forward passes.
 
 Guarantees: every tensor is a copy, so that the views on the packs (shared memory of the object store) can be dropped; action tokens
-are flat, in the order of the segments; only they are scored. Two layouts with the same result: padded (one row a segment, padding on
-the right) and packed (one row, positions starting again at each segment, no attention mask: transformers builds the block-diagonal
-mask from the positions only without one; with a mask of ones segments see each other silently).
+are flat, in the order of the segments; only they are scored. Three layouts with the same result: padded (one row a segment, padding on
+the right); packed (one row, positions starting again at each segment, no attention mask: transformers builds the block-diagonal
+mask from the positions only without one; with a mask of ones segments see each other silently); shared (one row, what segments of a
+group have in common only once, see shared_prefix.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from molt_ray.experience import Experience
 from molt_ray.handoff import StepPlan
+from molt_ray.trainer.shared_prefix import Bundle, common_prefixes
 
 
 @dataclass(slots=True)
@@ -33,7 +36,7 @@ class MicroBatch:
 
     input_ids: torch.Tensor  # int64 [B, S]
     position_ids: torch.Tensor  # int64 [B, S]
-    attention_mask: torch.Tensor | None  # int64 [B, S]; None when packed
+    attention_mask: torch.Tensor | None  # int64 [B, S]; None when packed or shared
     predict: torch.Tensor  # int64 [N]: flat position (of B · S) whose output predicts the action token
     target: torch.Tensor  # int64 [N]
     temperature: torch.Tensor  # float32 [N]
@@ -41,44 +44,76 @@ class MicroBatch:
     version: torch.Tensor  # int64 [N]
     value: torch.Tensor  # float64 [K]
     counts: torch.Tensor  # int64 [K]: action tokens of each segment
-    tokens: int  # padding and dummies not counted
+    tokens: int  # of the segments: padding and dummies not counted, a shared prefix once for each
+    bundles: list[Bundle] = field(default_factory=list)  # what fills the row when shared
 
 
-def collate(samples: list[Sample], packed: bool) -> MicroBatch:
+# (B, S), the flat position of each segment's tokens, the bundles.
+Placement = tuple[tuple[int, int], list[np.ndarray], list[Bundle]]
+
+
+def padded(ids: list[np.ndarray], prompts: list[int], groups: list[str]) -> Placement:
+    width = max(map(len, ids))
+    return (len(ids), width), [k * width + np.arange(len(x)) for k, x in enumerate(ids)], []
+
+
+def packed(ids: list[np.ndarray], prompts: list[int], groups: list[str]) -> Placement:
+    ends = np.cumsum([len(x) for x in ids])
+    return (1, int(ends[-1])), [end - len(x) + np.arange(len(x)) for end, x in zip(ends, ids, strict=True)], []
+
+
+def shared(ids: list[np.ndarray], prompts: list[int], groups: list[str]) -> Placement:
+    places: list[np.ndarray] = [np.empty(0, np.int64)] * len(ids)
+    bundles: list[Bundle] = []
+    start = 0
+    for group in dict.fromkeys(groups):
+        mine = [k for k, other in enumerate(groups) if other == group]
+        for run, prefix in common_prefixes([ids[k][: prompts[k]] for k in mine]):
+            members = [mine[i] for i in run]
+            if len(members) == 1:
+                prefix = len(ids[members[0]])
+            first = start + prefix
+            for k in members:
+                end = first + len(ids[k]) - prefix
+                places[k] = np.r_[start : start + prefix, first:end]
+                first = end
+            bundles.append(Bundle.of(start, prefix, [len(ids[k]) - prefix for k in members]))
+            start = first
+    return (1, start), places, bundles
+
+
+LAYOUTS: dict[str, Callable[[list[np.ndarray], list[int], list[str]], Placement]] = {
+    "padded": padded,
+    "packed": packed,
+    "shared": shared,
+}
+
+
+def collate(samples: list[Sample], layout: str) -> MicroBatch:
     """One microbatch of `samples`; with none, a dummy of two padding tokens that scores nothing, so that a short rank can
     follow the others' collectives.
 
     Raises ValueError when a segment begins with an action token: nothing would predict it.
     """
     columns = [s.experience.heavy["tokens"] for s in samples]
+    rows = [s.experience.row for s in samples]
     ids = [c["token_ids"] for c in columns] or [np.zeros(2, np.int64)]
     actions = [np.flatnonzero(c["action_mask"]) for c in columns]
-    for sample, at in zip(samples, actions, strict=True):
+    for row, at in zip(rows, actions, strict=True):
         if len(at) and at[0] == 0:
-            row = sample.experience.row
             raise ValueError(f"segment {row.segment} of rollout {row.rollout_id} begins with an action token")
-    lengths = [len(row) for row in ids]
-    if packed:
-        starts = np.cumsum([0, *lengths[:-1]])
-        rows = [np.concatenate(ids)]
-        positions = [np.concatenate([np.arange(n) for n in lengths])]
-        mask = None
-    else:
-        width = max(lengths)
-        starts = np.arange(len(ids)) * width
-        rows = [np.pad(row, (0, width - len(row))) for row in ids]
-        positions = [np.arange(width)] * len(ids)
-        mask = torch.from_numpy(np.stack([np.arange(width) < n for n in lengths]).astype(np.int64))
-    predict = [start + at - 1 for start, at in zip(starts, actions, strict=False)]
+    prompts, groups = [row.prompt_tokens for row in rows] or [0], [row.group_id for row in rows] or [""]
+    shape, places, bundles = LAYOUTS[layout](ids, prompts, groups)
     picked = {
         name: [c[name][at] for c, at in zip(columns, actions, strict=True)]
         for name in ("token_ids", "temperatures", "logprobs", "versions")
     }
+    ones = [np.ones(len(x), np.int64) for x in ids]
     return MicroBatch(
-        input_ids=torch.from_numpy(np.stack(rows).astype(np.int64)),
-        position_ids=torch.from_numpy(np.stack(positions).astype(np.int64)),
-        attention_mask=mask,
-        predict=flat(predict, np.int64),
+        input_ids=scatter(shape, places, ids),
+        position_ids=scatter(shape, places, [np.arange(len(x)) for x in ids]),
+        attention_mask=scatter(shape, places, ones) if layout == "padded" else None,
+        predict=flat([place[at - 1] for place, at in zip(places, actions, strict=False)], np.int64),
         target=flat(picked["token_ids"], np.int64),
         temperature=flat(picked["temperatures"], np.float32),
         behaviour=flat(picked["logprobs"], np.float32),
@@ -86,7 +121,16 @@ def collate(samples: list[Sample], packed: bool) -> MicroBatch:
         value=torch.tensor([s.value for s in samples], dtype=torch.float64),
         counts=torch.tensor([len(at) for at in actions], dtype=torch.int64),
         tokens=sum(len(c["token_ids"]) for c in columns),
+        bundles=bundles,
     )
+
+
+def scatter(shape: tuple[int, int], places: list[np.ndarray], parts: list[np.ndarray]) -> torch.Tensor:
+    """int64 zeros of the shape, with the parts at their places."""
+    out = np.zeros(shape, np.int64)
+    for place, part in zip(places, parts, strict=True):
+        out.flat[place] = part
+    return torch.from_numpy(out)
 
 
 def flat(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
@@ -94,7 +138,7 @@ def flat(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([np.empty(0, dtype), *parts]).astype(dtype))
 
 
-def lay_out(plan: StepPlan, samples: list[Sample], packed: bool) -> list[list[MicroBatch]]:
+def lay_out(plan: StepPlan, samples: list[Sample], layout: str) -> list[list[MicroBatch]]:
     """This rank's microbatches by window, filled up with dummies to the plan's count. Raises ValueError when a sample lies
     outside of the plan."""
     cells: list[list[list[Sample]]] = [[[] for _ in range(window.micro_batches)] for window in plan.windows]
@@ -104,4 +148,4 @@ def lay_out(plan: StepPlan, samples: list[Sample], packed: bool) -> list[list[Mi
                 f"sample of window {sample.window}, microbatch {sample.micro} is not in the plan of {list(map(len, cells))}"
             )
         cells[sample.window][sample.micro].append(sample)
-    return [[collate(cell, packed) for cell in window] for window in cells]
+    return [[collate(cell, layout) for cell in window] for window in cells]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from transformers.utils import is_flash_attn_2_available
 from molt_ray.config import Config, ConfigError
 from molt_ray.trainer.collate import MicroBatch
 from molt_ray.trainer.mesh import Mesh, local, reshard
+from molt_ray.trainer.shared_prefix import ATTENTION, Bundle
 
 CHUNK_BYTES = 64 * 2**20
 # Mean difference of log-probs allowed between our head and the model's own: rounding of the compute dtype, no more.
@@ -114,10 +116,11 @@ def scored_forward(
     position_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
     readout: Readout,
+    **attention: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Takes the place of the model's forward, inside the root's FSDP hooks, where the head's weight is whole."""
     hidden = self.base_model(
-        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **attention
     ).last_hidden_state
     return self.get_output_embeddings()(hidden.flatten(0, 1), readout)
 
@@ -141,11 +144,13 @@ def score(model: PreTrainedModel, batch: MicroBatch, mesh: Mesh) -> tuple[torch.
         return ChunkedScore.apply(hidden[predict], head, target, temperature, first, group)
 
     mask = batch.attention_mask
+    shared = model.config.get_text_config()._attn_implementation == ATTENTION
     return model(
         batch.input_ids.to(device),
         batch.position_ids.to(device),
         None if mask is None else mask.to(device),
         readout,
+        **({"bundles": [bundle.to(device) for bundle in batch.bundles]} if shared else {}),
     )
 
 
@@ -156,6 +161,8 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def attention(config: Config, device: torch.device) -> str:
+    if config.fsdp.layout == "shared":
+        return "sdpa"
     if config.fsdp.attn_implementation != "auto":
         return config.fsdp.attn_implementation
     return "flash_attention_2" if device.type == "cuda" and is_flash_attn_2_available() else "sdpa"
@@ -176,11 +183,26 @@ def checked_config(config: Config) -> PretrainedConfig:
             f"--fsdp.packing_samples True: layers of type {sorted(recurrent)} carry state from one segment into the next; "
             "leave it off, segments are then padded"
         )
+    if config.fsdp.layout == "shared":
+        check_full_attention(options, config.data.max_len)
     for part in {id(part): part for part in (model_config, text)}.values():
         for name, value in part.to_dict().items():
             if "drop" in name and isinstance(value, float):
                 setattr(part, name, 0.0)
     return model_config
+
+
+def check_full_attention(options: dict[str, Any], max_len: int) -> None:
+    """Raises ConfigError unless every layer of a model of these options sees all of a context of `max_len` tokens."""
+    window = options.get("sliding_window")
+    kinds = set(options.get("layer_types") or ["sliding_attention" if window else "full_attention"])
+    harmless = {"full_attention", "sliding_attention"} if window and window >= max_len else {"full_attention"}
+    if kinds <= harmless:
+        return
+    raise ConfigError(
+        f"--fsdp.share_prefix True: needs layers that see the whole context, the model has {sorted(kinds)} with a window of "
+        f"{window} tokens and --data.max_len is {max_len}; leave it off, segments are then padded or packed"
+    )
 
 
 def load_policy(config: Config, mesh: Mesh) -> PreTrainedModel:
@@ -206,6 +228,9 @@ def load_policy(config: Config, mesh: Mesh) -> PreTrainedModel:
     model.forward = types.MethodType(scored_forward, model)
     head = model.get_output_embeddings()
     head.forward = types.MethodType(head_forward, head)
+    if config.fsdp.layout == "shared":
+        model.set_attn_implementation(ATTENTION)
+        check_sharing(model, mesh, own, HEAD_TOLERANCE[dtype])
     check_head(model, mesh, own, HEAD_TOLERANCE[dtype])
     if config.actor.gradient_checkpoint == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -260,6 +285,7 @@ def probe(model: PreTrainedModel, mesh: Mesh) -> MicroBatch:
         value=torch.zeros(1, dtype=torch.float64),
         counts=torch.tensor([n]),
         tokens=n + 1,
+        bundles=[Bundle.of(0, n + 1, [0])],
     )
 
 
@@ -273,10 +299,37 @@ def own_logprobs(model: PreTrainedModel, mesh: Mesh) -> torch.Tensor:
 
 
 @torch.no_grad()
-def check_head(model: PreTrainedModel, mesh: Mesh, own: torch.Tensor, tolerance: float) -> None:
-    logp, _ = score(model, probe(model, mesh), mesh)
+def probe_gap(model: PreTrainedModel, mesh: Mesh, batch: MicroBatch, own: torch.Tensor) -> float:
+    """Mean difference in nats between our log-probs of the probe and the model's own."""
+    logp, _ = score(model, batch, mesh)
     reshard(model)
-    gap = (logp.cpu() - own).abs().mean().item()
+    return (logp.cpu() - own).abs().mean().item()
+
+
+def check_sharing(model: PreTrainedModel, mesh: Mesh, own: torch.Tensor, tolerance: float) -> None:
+    """Scores the second half of the probe as the second of two responses to the first half. Raises ConfigError when that is not what
+    the model alone says: some models ignore the attention that they are given, some fail on its arguments."""
+    batch = probe(model, mesh)
+    n = batch.tokens
+    batch.input_ids = torch.cat([batch.input_ids, batch.input_ids[:, n // 2 :]], 1)
+    batch.position_ids = torch.cat([batch.position_ids, batch.position_ids[:, n // 2 :]], 1)
+    batch.attention_mask = None
+    batch.predict = torch.where(batch.predict < n // 2, batch.predict, batch.predict + n // 2)
+    batch.bundles = [Bundle.of(0, n // 2, [n // 2, n // 2])]
+    try:
+        gap = probe_gap(model, mesh, batch, own)
+        fault = "" if gap <= tolerance else f"log-probs differ by {gap:.3g} on average, {tolerance} allowed"
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as e:
+        fault = f"{type(e).__name__}: {e}"
+    if fault:
+        raise ConfigError(
+            f"--fsdp.share_prefix True: {model.name_or_path!r} does not leave its attention to others ({fault}); leave it off, "
+            "segments are then padded or packed"
+        )
+
+
+def check_head(model: PreTrainedModel, mesh: Mesh, own: torch.Tensor, tolerance: float) -> None:
+    gap = probe_gap(model, mesh, probe(model, mesh), own)
     if not gap <= tolerance:
         raise ConfigError(
             f"--actor.model_name_or_path {model.name_or_path!r}: its logits are not head · hidden (log-probs differ by {gap:.3g} on "

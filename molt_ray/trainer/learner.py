@@ -22,6 +22,7 @@ from molt_ray.trainer.collate import MicroBatch, Sample, collate, lay_out
 from molt_ray.trainer.forward import compute_dtype, load_policy, score
 from molt_ray.trainer.mesh import Mesh, defer_partial_gradients, reshard
 from molt_ray.trainer.optimizer import PolicyOptimizer
+from molt_ray.trainer.shared_prefix import Bundle
 from molt_ray.trainer.tally import Tally, means
 
 
@@ -54,7 +55,7 @@ class Learner:
         started = time.perf_counter()
         tally = Tally(self.mesh.device, self.config.train.max_staleness)
         tally.top("time_reload", reload_s)
-        batches = lay_out(plan, samples, self.config.fsdp.packing_samples)
+        batches = lay_out(plan, samples, self.config.fsdp.layout)
         check_versions(batches, plan.version, self.config.train.max_staleness)
         old = self.old_logprobs(plan, batches, tally)
         work = self.with_advantages(batches, old)
@@ -164,8 +165,9 @@ class Learner:
 
 def plain(ids: list[int], temperature: float) -> MicroBatch:
     """A token sequence as a microbatch that scores every token but the first."""
-    batch = collate([], packed=False)
+    batch = collate([], "padded")
     n = len(ids) - 1
+    batch.bundles = [Bundle.of(0, n + 1, [0])]
     batch.input_ids, batch.position_ids = torch.tensor([ids]), torch.arange(n + 1)[None]
     batch.attention_mask = torch.ones_like(batch.input_ids)
     batch.predict, batch.target = torch.arange(n), torch.tensor(ids[1:])

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from molt_ray.config import Config
-from molt_ray.experience import Experience, Row, Turn
-from molt_ray.handoff import StepPlan, Window
+from molt_ray.experience import Experience, Row, Segment, Turn, experiences_of
+from molt_ray.handoff import StepPlan, Window, plan_step
 
 TIMEOUT_S = 100.0
 PRELOAD = [
@@ -127,6 +127,65 @@ def make_experiences(n: int, seed: int = 0, vocabulary: int = 300) -> tuple[list
         )
         out.append(Experience(row, {"tokens": payload}))
     return out, rng.normal(size=n).tolist()
+
+
+def make_groups(seed: int = 0, vocabulary: int = 300) -> tuple[list[Experience], list[float]]:
+    """Four groups with a prompt each: of 5, 4, 3 and 1 rollouts. Every third rollout compacts its history after the first turn and goes on
+    in a second segment, which begins with half of the prompt; the first rollout of all was never given the prompt."""
+    rng = np.random.default_rng(seed)
+    out: list[Experience] = []
+    for group, size in enumerate((5, 4, 3, 1)):
+        prompt = rng.integers(0, vocabulary, 6 + 3 * group)
+        for index in range(size):
+            begin = prompt[::-1] if group == index == 0 else prompt
+            segments = [two_turns(rng, begin, vocabulary)]
+            if index % 3 == 1:
+                segments.append(two_turns(rng, np.append(prompt[: len(prompt) // 2], [7, index]), vocabulary))
+            out += experiences_of(
+                segments,
+                rollout_id=f"{group}.{index}",
+                group_id=str(group),
+                prompt_id=group,
+                reward=0.0,
+                score=0.0,
+                turn_rewards=[],
+                info={},
+                truncated=False,
+                aborted=False,
+            )
+    return out, rng.normal(size=len(out)).tolist()
+
+
+def two_turns(rng: np.random.Generator, prompt: np.ndarray, vocabulary: int) -> Segment:
+    """The prompt, a turn at temperature 1, an observation, a turn at 0.7."""
+    parts = [len(prompt), *rng.integers(1, 7, 3)]
+    turn = np.repeat([-1, 0, -1, 1], parts).astype(np.int32)
+    action = turn >= 0
+    return Segment(
+        np.append(prompt, rng.integers(0, vocabulary, sum(parts[1:]))).astype(np.int32),
+        action,
+        np.where(action, -rng.uniform(3, 7, len(turn)), 0).astype(np.float32),
+        np.where(action, 0, -1).astype(np.int32),
+        turn,
+        [Turn(1.0), Turn(0.7)],
+    )
+
+
+def planned(
+    experiences: list[Experience], values: list[float], config: Config, dp: int
+) -> tuple[StepPlan, list[list[Any]]]:
+    """What `plan_step` makes of them: the plan, and the samples of each data-parallel rank."""
+    from molt_ray.trainer.collate import Sample
+
+    whole = {id(e.row): e for e in experiences}
+    plan, frames = plan_step([e.row for e in experiences], np.array(values), 0, config, dp)
+    return plan, [
+        [
+            Sample(whole[id(row)], value, window, micro)
+            for row, value, window, micro in frame.itertuples(index=False, name=None)
+        ]
+        for frame in frames
+    ]
 
 
 def deal(
