@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from molt_ray.config import Config, ConfigError, parse
+from molt_ray.config import Config, ConfigError, own_functions_from, parse
 from molt_ray.errors import RunError
 
 BEGUN = time.monotonic()
@@ -56,8 +56,10 @@ def run(config: Config, plan_only: bool) -> int:
     runner = load_runner(config.train.agent_path)
     options_of(runner, config.train.agent_options)
     form = "chat" if isinstance(runner, ChatAgentRunner) else "env"
-    if form == "chat" and config.data.raw_prompt:
-        raise ConfigError("--data.raw_prompt True: a ChatAgent's messages go through the template; use an Env")
+    if form == "chat" and not config.data.apply_chat_template:
+        raise ConfigError(
+            "--data.apply_chat_template False: a ChatAgent's messages go through the template; use an Env"
+        )
     graph = declare(config, form, gpus=gpus)
     problems = graph.problems(cluster)
     if plan_only:
@@ -82,6 +84,7 @@ def configured(argv: list[str], description: str | None) -> tuple[argparse.Names
         config.train.agent_path = str(Path.cwd() / config.train.agent_path)
         if config.capture.chat_template:
             config.capture.chat_template = str(Path.cwd() / config.capture.chat_template)
+        own_functions_from(config, Path.cwd())
     return options, config
 
 

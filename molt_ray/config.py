@@ -124,8 +124,8 @@ class DataConfig(Section):
     """Seed of data.tasks."""
     prompt_template: str = "{question}"
     """Text around each prompt that is a string, such as a few-shot header: '{question}\\nAnswer:'."""
-    raw_prompt: bool = False
-    """The model gets the prompt as it is, without the chat template (an Env only)."""
+    apply_chat_template: bool = True
+    """Off: the model gets a text prompt as it is, and what an Env answers must be RawText; not for a ChatAgent."""
     input_key: str = "input"
     """Column with the prompt: a string, or a list of chat messages."""
     label_key: str | None = None
@@ -376,6 +376,8 @@ def check_prompts(c: Config) -> None:
     data = c.data
     if data.prompt_template.count("{question}") != 1:
         refuse("data.prompt_template", data.prompt_template, "must hold {question} once")
+    if data.tools_key and not data.apply_chat_template:
+        refuse("data.tools_key", data.tools_key, "only the chat template shows tools: set --data.apply_chat_template True")
     if not data.tasks:
         if c.eval.task_size:
             refuse(

@@ -111,6 +111,7 @@ def test_tasks_that_cannot_be_used_are_refused_at_launch(tasks: dict, said: str)
         (["--data.label_key", "label"], "label_key.*leave it out"),
         (["--eval.dataset", "p.jsonl"], "eval.dataset.*eval.task_size"),
         (["--data.prompt_template", "Answer:"], "must hold {question} once"),
+        (["--data.tools_key", "t", "--data.apply_chat_template", "False"], "only the chat template shows tools"),
     ],
 )
 def test_options_that_exclude_tasks_are_refused(flags: list[str], said: str):

@@ -75,6 +75,7 @@ class EnvRollout:
     async def reset(self) -> None:
         """Lets the Env change the first observation (the prompt's last user message), the messages or anything of its own."""
         text = last_user_text(self.messages)
+        templated = self.config.data.apply_chat_template
         state = {
             **self.kept,
             "observation_text": text,
@@ -85,15 +86,15 @@ class EnvRollout:
         }
         changes = await self.host.call("reset", state)
         changes = dict(expect(dict, {} if changes is None else changes, "what reset returned"))
-        if self.config.data.raw_prompt and "messages" in changes:
+        if not templated and "messages" in changes:
             raise RolloutFailed(
-                "agent_error", "reset changed messages, but --data.raw_prompt has none: change observation_text"
+                "agent_error", "reset changed messages, but --data.apply_chat_template is off: change observation_text"
             )
         self.messages = list(expect(list, changes.pop("messages", self.messages), "messages"))
         self.sampling = Sampling(expect(dict, changes.pop("sampling_params", self.sampling), "sampling_params"))
         given = [changes.pop(name, text) for name in ("observation_text", "observation")]
         first = next((value for value in given if isinstance(value, RawText) or value != text), text)
-        if isinstance(first, RawText) or self.config.data.raw_prompt:
+        if isinstance(first, RawText) or not templated:
             self.raw = self.tree.append_raw(None, self.template.encode(first))
         elif first != text:
             self.messages = with_last_user_text(self.messages, first)

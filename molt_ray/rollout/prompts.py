@@ -185,8 +185,8 @@ def prompt_of(row: dict[str, Any], data: DataConfig, where: str) -> dict[str, An
         )
     if isinstance(prompt, str):
         prompt = data.prompt_template.replace("{question}", prompt)
-    elif data.raw_prompt or data.prompt_template != "{question}":
-        option = "raw_prompt" if data.raw_prompt else "prompt_template"
+    elif not data.apply_chat_template or data.prompt_template != "{question}":
+        option = "prompt_template" if data.apply_chat_template else "apply_chat_template"
         raise ConfigError(f"--data.{option}: {where} holds messages; give text prompts, or leave the option out")
     return {
         "prompt": prompt,

@@ -67,7 +67,7 @@ async def test_reasoning_env_rewards_what_the_family_verifies(sorting, reply, op
 
 async def test_a_raw_prompt_reaches_the_engine_without_the_template(sorting):
     engine = saying("[]")
-    agent = worker("reasoning_env.py", engine, {"stop": ["\n"]}, raw_prompt=True)
+    agent = worker("reasoning_env.py", engine, {"stop": ["\n"]}, apply_chat_template=False)
     answer = await run(agent, **sorting)
     (request,) = engine.requests
     assert TEMPLATE.decode(request.prompt_ids) == sorting["prompt"]

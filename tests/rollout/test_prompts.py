@@ -92,6 +92,6 @@ def test_a_template_is_put_around_text_and_refused_for_messages(tmp_path: Path):
     assert read_prompts(DataConfig(**shown))[0]["prompt"] == "2+2=4\nprompt 0="
     path = tmp_path / "m.jsonl"
     path.write_text(json.dumps({"input": [{"role": "user", "content": "hi"}]}) + "\n")
-    for option, value in (("prompt_template", "{question}="), ("raw_prompt", True)):
+    for option, value in (("prompt_template", "{question}="), ("apply_chat_template", False)):
         with pytest.raises(ConfigError, match=f"--data.{option}: m.jsonl, row 1 holds messages"):
             read_prompts(DataConfig(prompt_dataset=str(path), **{option: value}))
