@@ -377,7 +377,9 @@ def check_prompts(c: Config) -> None:
     if data.prompt_template.count("{question}") != 1:
         refuse("data.prompt_template", data.prompt_template, "must hold {question} once")
     if data.tools_key and not data.apply_chat_template:
-        refuse("data.tools_key", data.tools_key, "only the chat template shows tools: set --data.apply_chat_template True")
+        refuse(
+            "data.tools_key", data.tools_key, "only the chat template shows tools: set --data.apply_chat_template True"
+        )
     if not data.tasks:
         if c.eval.task_size:
             refuse(
