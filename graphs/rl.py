@@ -29,6 +29,7 @@ from molt_ray.metrics import MetricsLog, rollout_metrics, stage_report
 from molt_ray.record import write_records
 from molt_ray.rollout.dispatcher import Dispatcher
 from molt_ray.rollout.evaluator import Evaluator
+from molt_ray.rollout.filters import group_filter
 from molt_ray.rollout.pool import Group, GroupPool
 from molt_ray.rollout.prompts import PromptOrder, read_held_out, read_prompts
 from molt_ray.trainer.group import TrainerGroup
@@ -168,8 +169,9 @@ class Loop:
         seconds: dict[str, float] = {}
         with Timer(seconds, "make_experience"):
             rows = [row for group in groups for row in group.rows()]
-            values = advantage_values(rows, self.config)
-            plan, frames = plan_step(rows, values, version, self.config, self.trainers.dp_size)
+            values, trains = advantage_values(rows, self.config)
+            training = [row for row, train in zip(rows, trains, strict=True) if train]
+            plan, frames = plan_step(training, values[trains], version, self.config, self.trainers.dp_size)
             return Step(groups, rows, plan, to_datasets(frames), seconds)
 
     async def refit(self) -> None:
@@ -206,6 +208,7 @@ class Loop:
         }
         values = {
             **rollout_metrics(step.rows),
+            **self.dispatcher.sampled_metrics(),
             **{f"train/{name}": value for name, value in trained.items()},
             **{f"timing/{name}": seconds for name, seconds in step.seconds.items()},
             **{f"{family}/{name}": count for family, counter in counts.items() for name, count in counter.items()},
@@ -237,6 +240,7 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
     """
     startup = {} if startup is None else startup
     refuse_what_is_in_use(config)
+    keep = group_filter(config)
     quiet_data()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     async with AsyncExitStack() as stack:
@@ -258,7 +262,7 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
             max_staleness=config.train.max_staleness,
             max_retries=config.rollout.max_retries,
         )
-        dispatcher = Dispatcher(config, pool, prompts)
+        dispatcher = Dispatcher(config, pool, prompts, keep)
         stack.push_async_callback(dispatcher.close)
         stop_on_signals(lambda: let_go(config, dispatcher))
         with Timer(startup, "engines, ranks, workers"):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from molt_ray.config import Config, ConfigError, parse
+from molt_ray.config import Config, ConfigError, own_functions_from, parse
 from molt_ray.errors import RunError
 
 BEGUN = time.monotonic()
@@ -84,6 +84,7 @@ def configured(argv: list[str], description: str | None) -> tuple[argparse.Names
         config.train.agent_path = str(Path.cwd() / config.train.agent_path)
         if config.capture.chat_template:
             config.capture.chat_template = str(Path.cwd() / config.capture.chat_template)
+        own_functions_from(config, Path.cwd())
     return options, config
 
 

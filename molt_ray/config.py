@@ -59,9 +59,21 @@ class ActorConfig(Section):
     gradient_checkpoint: Literal["full", "none"] = "full"
     """Recompute each layer's activations in the backward pass, or keep them."""
     eps_clip_low_high: tuple[float, float] = (0.2, 0.2)
-    """PPO clip range: the ratio is kept within [1 - low, 1 + high]."""
+    """PPO and GSPO clip range: the ratio is kept within [1 - low, 1 + high]. CISPO: high is the ceiling of the ratio itself, at least 1."""
+    loss_mode: str = "ppo"
+    """Policy loss: ppo, cispo, gspo, reinforce, or a function of your own by path/to/file.py:name; docs/algorithms.md has the formulas."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bounds the PPO loss at dual_clip times |advantage| where the advantage is negative. None: no bound."""
+    ratio_base: Literal["trainer", "engine"] = "trainer"
+    """The policy under the loss's ratio. trainer: its log-probs before the batch's first update, with the correction towards the engine
+    beside it (decoupled PPO). engine: the log-probs of sampling, so that the clip is the only correction."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "segment_mean", "prompt_mean", "constant"] = "token_mean"
+    """What counts the same in the loss of an optimizer step: each token, each rollout, each segment, each prompt; constant: each token, over
+    loss_length tokens a rollout whatever its length (Dr. GRPO)."""
+    loss_length: int = Field(default=2048, ge=1)
+    """Tokens that a rollout counts as in the constant aggregation: the budget of its replies."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus (token mean)."""
+    """Weight of the entropy bonus, aggregated as the loss is."""
     adam: AdamConfig = AdamConfig()
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up, over train.max_steps or the whole run."""
@@ -143,25 +155,44 @@ class DataConfig(Section):
 class RewardConfig(Section):
     clip_range: tuple[float, float] = (-10.0, 10.0)
     """Rewards are clipped to this range before the estimator."""
+    overlong_penalty: float = Field(default=0.0, ge=0)
+    """Weight of the length penalty: it rises over the last overlong_buffer tokens before overlong_length, to its full weight there."""
+    overlong_length: int = Field(default=0, ge=0)
+    """Sampled tokens of a rollout at which the length penalty is full."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Tokens before overlong_length over which the length penalty rises."""
+    overlong_mask: bool = False
+    """Do not train rollouts that were cut off by a length limit; their rewards still count in their group's baseline."""
 
 
 class AdvantageConfig(Section):
-    estimator: Literal["reinforce", "reinforce_baseline", "grpo"] = "reinforce"
-    """reinforce: REINFORCE++; reinforce_baseline: group-mean baseline, whitened; grpo: group mean and deviation."""
+    estimator: str = "reinforce"
+    """reinforce, reinforce_baseline, rloo, grpo, dr_grpo, flash_reinforce, turn_credit, or a function of your own by
+    path/to/file.py:name; docs/algorithms.md has the formulas, docs/write_an_estimator.md an example."""
+    token_estimator: str = ""
+    """The second stage, advantages of tokens from values of rollouts: one of the estimator's names or path/to/file.py:name. Empty: the
+    estimator's own; for one by path the value at each token, whitened."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount per action token (reinforce)."""
+    """Discount per action token (reinforce) or per turn (turn_credit)."""
     no_whiten: bool = False
-    """Do not whiten advantages over the batch (reinforce, reinforce_baseline)."""
-    is_correction_level: Literal["auto", "off", "token"] = "auto"
-    """Importance correction between engine and trainer. auto: token when tokens may be stale, else off."""
+    """Do not whiten advantages over the batch (reinforce, reinforce_baseline, turn_credit, estimators by path)."""
+    is_correction_level: Literal["auto", "off", "token", "seq", "geo", "binary_kl"] = "auto"
+    """Importance correction between engine and trainer, w = trainer / engine: by each token's w, by their product or geometric mean over
+    the rollout, or by the rollout's mean binary divergence (FlashREINFORCE). auto: token when tokens may be stale, else off."""
     is_correction_mode: Literal["trunc", "clip", "mask"] = "trunc"
-    """trunc: min(w, high); clip: w kept in the band; mask: zero outside the band."""
+    """trunc: min(level's value, high); clip: kept in the band; mask: the token's w inside the band, zero outside."""
     is_correction_threshold: tuple[float, float] = (0.5, 5.0)
-    """Band (low, high) of the importance weight."""
+    """Band (low, high) of the level's value; for binary_kl (0, the largest divergence)."""
 
 
 class AlgoConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
+    dynamic_filtering_enable: bool = False
+    """Drop groups whose mean score is not inside dynamic_filtering_range; the next prompt takes the place of each."""
+    dynamic_filtering_range: tuple[float, float] = (0.0, 1.0)
+    """The open interval of mean scores that are kept."""
+    group_filter: str = ""
+    """A filter of your own by path/to/file.py:name: from the rows of a whole group the reason to drop it, or an empty string."""
 
 
 class VllmConfig(Section):
@@ -346,11 +377,12 @@ class Config(Section):
         return self.rollout.batch_size // self.rollout.n_samples_per_prompt
 
     @property
-    def correction_level(self) -> Literal["off", "token"]:
-        """`algo.advantage.is_correction_level` with auto decided: token when a token may be older than the trainer."""
+    def correction_level(self) -> Literal["off", "token", "seq", "geo", "binary_kl"]:
+        """`algo.advantage.is_correction_level` with auto decided: token when a token may be older than the trainer and nothing else
+        corrects that."""
         level = self.algo.advantage.is_correction_level
         if level == "auto":
-            return "token" if self.train.max_staleness > 0 else "off"
+            return "token" if self.train.max_staleness > 0 and self.actor.ratio_base == "trainer" else "off"
         return level
 
 
@@ -399,6 +431,9 @@ def check_prompts(c: Config) -> None:
     check_tasks(data.tasks)
 
 
+GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "reinforce_baseline", "rloo"})
+
+
 def check_batches(c: Config) -> None:
     n, batch, step = c.rollout.n_samples_per_prompt, c.rollout.batch_size, c.train.batch_size
     if batch % n:
@@ -411,7 +446,7 @@ def check_batches(c: Config) -> None:
         )
     if c.world_size % c.fsdp.tp_size:
         refuse("fsdp.tp_size", c.fsdp.tp_size, f"must divide the {c.world_size} trainer ranks")
-    if n == 1 and c.algo.advantage.estimator in ("grpo", "reinforce_baseline"):
+    if n == 1 and c.algo.advantage.estimator in GROUP_ESTIMATORS:
         refuse(
             "algo.advantage.estimator",
             c.algo.advantage.estimator,
@@ -437,14 +472,18 @@ def check_layout(c: Config) -> None:
 
 def check_exactness(c: Config) -> None:
     adv = c.algo.advantage
-    if c.train.max_staleness > 0 and adv.is_correction_level == "off":
+    if c.train.max_staleness > 0 and adv.is_correction_level == "off" and c.actor.ratio_base == "trainer":
         refuse(
             "algo.advantage.is_correction_level",
             "off",
             "stale tokens need a correction: leave it on auto, or set --train.max_staleness 0",
         )
     low, high = adv.is_correction_threshold
-    if not 0 <= low <= 1 <= high:
+    if adv.is_correction_level == "binary_kl":
+        if adv.is_correction_mode != "mask" or low != 0 or not 0 < high < 1:
+            remedy = "needs --algo.advantage.is_correction_mode mask and --algo.advantage.is_correction_threshold 0 0.001 or the like"
+            refuse("algo.advantage.is_correction_level", "binary_kl", remedy)
+    elif not 0 <= low <= 1 <= high:
         refuse("algo.advantage.is_correction_threshold", (low, high), "needs 0 <= low <= 1 <= high")
     if c.rollout.top_p < 1:
         refuse(
@@ -454,6 +493,33 @@ def check_exactness(c: Config) -> None:
         )
     if c.reward.clip_range[0] >= c.reward.clip_range[1]:
         refuse("reward.clip_range", c.reward.clip_range, "needs low < high")
+
+
+def check_algorithm(c: Config) -> None:
+    actor, reward = c.actor, c.reward
+    updates = c.rollout.batch_size // (c.train.batch_size or c.rollout.batch_size) * c.train.max_epochs
+    if actor.dual_clip is not None and actor.loss_mode != "ppo":
+        refuse("actor.dual_clip", actor.dual_clip, "belongs to --actor.loss_mode ppo; leave it out")
+    if actor.loss_mode == "cispo" and actor.eps_clip_low_high[1] < 1:
+        refuse(
+            "actor.eps_clip_low_high", actor.eps_clip_low_high, "cispo takes the ceiling of the ratio itself: use 0 5"
+        )
+    if actor.loss_mode == "reinforce" and (updates > 1 or actor.ratio_base == "engine"):
+        remedy = "has no ratio: leave out --train.batch_size, --train.max_epochs and --actor.ratio_base, or use ppo"
+        refuse("actor.loss_mode", "reinforce", remedy)
+    if actor.ratio_base == "engine" and c.correction_level != "off":
+        remedy = "would count twice beside --actor.ratio_base engine: leave it on auto"
+        refuse("algo.advantage.is_correction_level", c.correction_level, remedy)
+    if reward.overlong_penalty and not 0 < reward.overlong_buffer <= reward.overlong_length:
+        remedy = f"needs --reward.overlong_length, now {reward.overlong_length}, and an --reward.overlong_buffer within it, now {reward.overlong_buffer}"
+        refuse("reward.overlong_penalty", reward.overlong_penalty, remedy)
+    low, high = c.algo.dynamic_filtering_range
+    if not low < high:
+        refuse("algo.dynamic_filtering_range", (low, high), "needs low < high")
+    if c.algo.dynamic_filtering_enable and c.rollout.n_samples_per_prompt == 1:
+        refuse(
+            "algo.dynamic_filtering_enable", True, "compares a group's mean: set --rollout.n_samples_per_prompt above 1"
+        )
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -490,6 +556,7 @@ def check(config: Config) -> Config:
     check_batches(config)
     check_layout(config)
     check_exactness(config)
+    check_algorithm(config)
     return config
 
 
@@ -512,6 +579,18 @@ def parse(argv: list[str], recipe: Path | None = None, root: Path | None = None,
     except ValidationError as e:
         raise ConfigError("\n".join(map(fault, e.errors()))) from None
     return absolute(check(config), root or Path.cwd())
+
+
+def own_functions_from(config: Config, folder: Path) -> None:
+    """Takes the paths of the user's own functions (path/to/file.py:name) from `folder`, in place."""
+    for section, option in (
+        (config.algo.advantage, "estimator"),
+        (config.algo.advantage, "token_estimator"),
+        (config.algo, "group_filter"),
+        (config.actor, "loss_mode"),
+    ):
+        if ":" in (given := getattr(section, option)):
+            setattr(section, option, str(folder / given))
 
 
 def absolute(config: Config, root: Path) -> Config:

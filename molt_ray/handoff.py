@@ -13,6 +13,8 @@ import numpy as np
 import pandas as pd
 import ray.data
 
+from molt_ray.algorithm.aggregation import weights
+from molt_ray.algorithm.shaping import response_lengths
 from molt_ray.balance import LAYOUTS
 from molt_ray.config import Config
 from molt_ray.experience import Row
@@ -23,8 +25,9 @@ class Window:
     """One optimizer step: the same number of microbatches on every rank (a short rank runs dummies)."""
 
     micro_batches: int
-    action_tokens: int  # over all ranks: the denominator of every loss term
-    rollouts: int
+    action_tokens: int  # over all ranks
+    rollouts: int  # that have action tokens
+    segments: int  # that have action tokens
 
 
 @dataclass(slots=True)
@@ -33,6 +36,25 @@ class StepPlan:
 
     version: int  # the trainer's policy version while it trains this batch
     windows: list[Window]
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts of the batch that have action tokens; `Share.sequence` numbers them."""
+        return sum(window.rollouts for window in self.windows)
+
+    @property
+    def whole(self) -> bool:
+        """Whether each rollout's action tokens lie in one segment, and so in one microbatch."""
+        return all(window.rollouts == window.segments for window in self.windows)
+
+
+@dataclass(slots=True)
+class Share:
+    """What a segment counts for, told from the whole window before it is split."""
+
+    weight: float  # of each of its action tokens in the loss; see algorithm/aggregation.py
+    sequence: int  # number of its rollout within the batch
+    tokens: int  # action tokens of its rollout, over all segments
 
 
 def windows_of(rows: list[Row], rollouts_per_step: int) -> list[list[int]]:
@@ -50,12 +72,13 @@ def windows_of(rows: list[Row], rollouts_per_step: int) -> list[list[int]]:
 def plan_step(
     rows: list[Row], values: np.ndarray, version: int, config: Config, dp_size: int
 ) -> tuple[StepPlan, list[pd.DataFrame]]:
-    """The plan, and one frame per data-parallel rank with the columns row, value, window, micro in training order.
+    """The plan, and one frame per data-parallel rank with the columns row, value, window, micro, share in training order.
 
-    `values` is stage (i) of the advantage, one number a row. Rows without action tokens train nothing and are left out.
+    `values` is stage (i) of the advantage, [rows] or [rows, turns]. Rows without action tokens train nothing and are left out.
     """
     layout = LAYOUTS[config.fsdp.layout]
     windows: list[Window] = []
+    shares: dict[int, Share] = {}
     parts: list[list[tuple[int, int, int]]] = [[] for _ in range(dp_size)]  # (row, window, micro) per rank
     for number, members in enumerate(windows_of(rows, config.train.batch_size or config.rollout.batch_size)):
         micro_batches = 0
@@ -66,20 +89,35 @@ def plan_step(
             )
             parts[rank] += [(mine[i], number, micro) for micro, batch in enumerate(batches) for i in batch]
             micro_batches = max(micro_batches, len(batches))
+        before = sum(window.rollouts for window in windows)
+        shares |= dict(zip(members, shares_of([rows[i] for i in members], before, config), strict=True))
         rollouts = len({rows[i].rollout_id for i in members})
-        windows.append(Window(micro_batches, sum(rows[i].action_tokens for i in members), rollouts))
+        windows.append(Window(micro_batches, sum(rows[i].action_tokens for i in members), rollouts, len(members)))
     frames = [
         pd.DataFrame(
             {
                 "row": pd.Series([rows[i] for i, _, _ in part], dtype=object),
-                "value": np.array([values[i] for i, _, _ in part], np.float64),
+                "value": pd.Series([values[i] for i, _, _ in part], dtype=object),
                 "window": np.array([w for _, w, _ in part], np.int64),
                 "micro": np.array([m for _, _, m in part], np.int64),
+                "share": pd.Series([shares[i] for i, _, _ in part], dtype=object),
             }
         )
         for part in parts
     ]
     return StepPlan(version, windows), frames
+
+
+def shares_of(rows: list[Row], before: int, config: Config) -> list[Share]:
+    """The shares of one window's rows; `before`: rollouts of the windows ahead of it."""
+    number: dict[str, int] = {}
+    for row in rows:
+        number.setdefault(row.rollout_id, before + len(number))
+    lengths = response_lengths(rows)
+    return [
+        Share(weight, number[row.rollout_id], lengths[row.rollout_id])
+        for row, weight in zip(rows, weights(rows, config).tolist(), strict=True)
+    ]
 
 
 def to_datasets(frames: list[pd.DataFrame]) -> list[ray.data.Dataset]:

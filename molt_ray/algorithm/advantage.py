@@ -1,29 +1,21 @@
-"""Advantages, stage (i): one value per segment, from the light rows alone. Numpy only, so that the driver never imports torch.
+"""Advantages, stage (i): from the light rows alone, one value per segment or per turn. Numpy only, so that the driver never imports torch.
 
 Guarantees: a reward counts once per rollout however many segments the rollout has; all segments of a rollout get the
-rollout's result; groups are told apart by `group_id`. What follows per token is stage (ii), in `token_advantage.py`,
-chosen by the same estimator name.
+rollout's result; groups are told apart by `group_id` and may be of any size. What follows per token is stage (ii), in
+`token_advantage.py`, chosen by the same name. docs/algorithms.md lists every estimator with its formula and source.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
 
+from molt_ray.algorithm.shaping import has_reward, shaped, trainable
 from molt_ray.config import AdvantageConfig, Config
 from molt_ray.experience import Row
-
-
-def clip_rewards(rows: list[Row], clip_range: tuple[float, float]) -> list[Row]:
-    """Copies of `rows` with the reward clipped; the originals keep what the agent said. Raises on a reward that is not finite."""
-    low, high = clip_range
-    for row in rows:
-        if not np.isfinite(row.reward):
-            raise ValueError(f"rollout {row.rollout_id} has reward {row.reward}: the agent must return a finite reward")
-    return [dataclasses.replace(row, reward=min(max(row.reward, low), high)) for row in rows]
+from molt_ray.plugins import function_of
 
 
 def group_rewards(rows: list[Row]) -> dict[str, np.ndarray]:
@@ -37,7 +29,8 @@ def group_rewards(rows: list[Row]) -> dict[str, np.ndarray]:
 def reinforce(rows: list[Row], config: AdvantageConfig) -> np.ndarray:
     """The return at each segment's last action token: reward · gamma^(action tokens of the rollout's later segments).
 
-    Any set of rows will do, as long as a rollout's segments are together. Hu et al. 2025, REINFORCE++ (arXiv 2501.03262), eq. 5 without the KL term.
+    Any set of rows will do, as long as a rollout's segments are together. Hu et al. 2025, REINFORCE++ (arXiv 2501.03262), eq. 5;
+    its KL term is stage (ii)'s.
     """
     later: dict[str, int] = defaultdict(int)
     values = np.empty(len(rows), np.float64)
@@ -47,10 +40,27 @@ def reinforce(rows: list[Row], config: AdvantageConfig) -> np.ndarray:
     return values
 
 
-def reinforce_baseline(rows: list[Row], config: AdvantageConfig) -> np.ndarray:
-    """Reward minus the mean over the group's rollouts. Needs whole groups."""
+def group_mean_baseline(rows: list[Row], config: AdvantageConfig) -> np.ndarray:
+    """Reward minus the mean over the group's rollouts. Needs whole groups.
+
+    Whitened by stage (ii): REINFORCE++-baseline (arXiv 2501.03262); as it is: Dr. GRPO, Liu et al. 2025 (arXiv 2503.20783), section 3.
+    """
     means = {group: rewards.mean() for group, rewards in group_rewards(rows).items()}
     return np.array([row.reward - means[row.group_id] for row in rows], np.float64)
+
+
+def rloo(rows: list[Row], config: AdvantageConfig) -> np.ndarray:
+    """Reward minus the mean over the group's other rollouts; the reward itself where there are none.
+
+    Ahmadian et al. 2024, RLOO (arXiv 2402.14740), section 3.2.
+    """
+    groups = {group: (rewards.sum(), len(rewards)) for group, rewards in group_rewards(rows).items()}
+
+    def advantage(row: Row) -> float:
+        total, n = groups[row.group_id]
+        return row.reward if n == 1 else row.reward - (total - row.reward) / (n - 1)
+
+    return np.array([advantage(row) for row in rows], np.float64)
 
 
 def grpo(rows: list[Row], config: AdvantageConfig) -> np.ndarray:
@@ -65,15 +75,83 @@ def grpo(rows: list[Row], config: AdvantageConfig) -> np.ndarray:
     return np.array([(row.reward - moments[row.group_id][0]) / moments[row.group_id][1] for row in rows], np.float64)
 
 
+def batch_mean_baseline(rows: list[Row], config: AdvantageConfig) -> np.ndarray:
+    """Reward minus the mean over the batch's rollouts: FlashREINFORCE, which samples each prompt once."""
+    rewards = {row.rollout_id: row.reward for row in rows}
+    mean = np.mean(list(rewards.values())) if rewards else 0.0
+    return np.array([row.reward - mean for row in rows], np.float64)
+
+
+def turn_credit(rows: list[Row], config: AdvantageConfig) -> np.ndarray:
+    """The discounted return of each turn, G_k = Σ_{j≥k} gamma^(j-k) · r_j: float64 [len(rows), most turns of a row].
+
+    r_j: what the Env gave for the rollout's turn j, counted over its segments in order; a turn that a segment only repeats for another
+    (`shared`) is not counted again. A rollout with one reward for all its turns (a ChatAgent's) has it at its last turn. Reward clipping and the
+    overlong penalty change the rollout's sum: the difference goes to the last turn. Raises ValueError when there are neither as many rewards as turns nor one.
+    """
+    returns = {rollout: turn_returns(mine, config.gamma) for rollout, mine in by_rollout(rows).items()}
+    values = np.zeros((len(rows), max((len(row.turns) for row in rows), default=0)), np.float64)
+    for i, row in enumerate(rows):
+        own = returns[row.rollout_id][row.segment]
+        values[i, : len(own)] = own
+    return values
+
+
+def by_rollout(rows: list[Row]) -> dict[str, list[Row]]:
+    """Each rollout's rows in the order of its segments."""
+    rollouts: dict[str, list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.segment):
+        rollouts[row.rollout_id].append(row)
+    return rollouts
+
+
+def turn_returns(segments: list[Row], gamma: float) -> dict[int, list[float]]:
+    """The return of each turn of one rollout, by segment index; 0 for a turn that counts in another segment."""
+    owned = [(row.segment, k) for row in segments for k, turn in enumerate(row.turns) if turn.not_trained != "shared"]
+    first = segments[0]
+    rewards = list(first.turn_rewards)
+    if len(rewards) == 1:
+        rewards = [0.0] * (len(owned) - 1) + rewards
+    if len(rewards) != len(owned):
+        raise ValueError(
+            f"rollout {first.rollout_id} has {len(owned)} turns and {len(rewards)} turn rewards: turn_credit needs one each, or one in all"
+        )
+    out = {row.segment: [0.0] * len(row.turns) for row in segments}
+    running, shaping = 0.0, first.reward - sum(rewards)
+    for (segment, k), reward in zip(reversed(owned), reversed(rewards), strict=True):
+        running = reward + shaping + gamma * running
+        shaping = 0.0
+        out[segment][k] = running
+    return out
+
+
+# (rows of whole groups with shaped rewards, options) -> float64 [rows], or [rows, turns]
 ESTIMATORS: dict[str, Callable[[list[Row], AdvantageConfig], np.ndarray]] = {
     "reinforce": reinforce,
-    "reinforce_baseline": reinforce_baseline,
+    "reinforce_baseline": group_mean_baseline,
+    "rloo": rloo,
     "grpo": grpo,
+    "dr_grpo": group_mean_baseline,
+    "flash_reinforce": batch_mean_baseline,
+    "turn_credit": turn_credit,
 }
-NEEDS_WHOLE_GROUPS = frozenset({"reinforce_baseline", "grpo"})
 
 
-def advantage_values(rows: list[Row], config: Config) -> np.ndarray:
-    """Stage (i) as configured: float64 [len(rows)], in the order of `rows`, from clipped rewards."""
+def advantage_values(rows: list[Row], config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Stage (i) as configured: (values float64 [len(rows)] or [len(rows), turns], 0 where a row does not train; trains bool [len(rows)]).
+
+    Raises ValueError when an estimator of the user's own returns another shape.
+    """
     advantage = config.algo.advantage
-    return ESTIMATORS[advantage.estimator](clip_rewards(rows, config.reward.clip_range), advantage)
+    usable = shaped(rows, config.reward)
+    trains = trainable(rows, config.reward)
+    estimator = function_of(advantage.estimator, ESTIMATORS, "algo.advantage.estimator")
+    found = np.asarray(estimator(usable, advantage), np.float64)
+    if found.ndim not in (1, 2) or len(found) != len(usable):
+        raise ValueError(
+            f"--algo.advantage.estimator {advantage.estimator!r} returned the shape {found.shape} for {len(usable)} rows: one value "
+            "per row, or [rows, turns]"
+        )
+    remaining, untrained = iter(found), np.zeros(found.shape[1:])
+    values = [next(remaining) if has_reward(row) else untrained for row in rows]
+    return np.array(values).reshape(len(rows), *found.shape[1:]), trains

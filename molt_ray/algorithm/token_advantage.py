@@ -8,12 +8,25 @@ Action tokens are flat: those of the first segment in order, then those of the n
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from molt_ray.config import AdvantageConfig
+from molt_ray.plugins import function_of
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(slots=True)
+class TokenBatch:
+    """One rank's part of the rollout batch: N action tokens in S segments."""
+
+    values: torch.Tensor  # float64 [N]: stage (i), the segment's or the turn's value at each token
+    counts: torch.Tensor  # int64 [S]: action tokens of each segment
+    logp: torch.Tensor | None = (
+        None  # float32 [N] under the trainer before the batch's first update, where something needs it
+    )
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor, reduce: Reduce) -> torch.Tensor:
@@ -31,47 +44,57 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, reduce: Reduce) -> torch.Te
     return (deviation / variance.clamp(min=1e-8).sqrt()).float()
 
 
-def broadcast(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Each segment's value at each of its action tokens: [sum(counts)]."""
-    return values.repeat_interleave(counts)
+def tokens_after(counts: torch.Tensor) -> torch.Tensor:
+    """int64 [N]: how many action tokens of its segment follow each."""
+    end = counts.cumsum(0).repeat_interleave(counts)
+    return end - 1 - torch.arange(len(end))
 
 
-def discounted(values: torch.Tensor, counts: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Return-to-go at each action token: the segment's value · gamma^(action tokens after it in the segment).
+def plain(batch: TokenBatch, config: AdvantageConfig, reduce: Reduce) -> torch.Tensor:
+    """The value at each token, as it is."""
+    return batch.values.float()
+
+
+def whitened(batch: TokenBatch, config: AdvantageConfig, reduce: Reduce) -> torch.Tensor:
+    """The value at each token, whitened over the batch's tokens unless `no_whiten`."""
+    if config.no_whiten:
+        return batch.values.float()
+    return whiten(batch.values, torch.ones_like(batch.values, dtype=torch.bool), reduce)
+
+
+def reinforce(batch: TokenBatch, config: AdvantageConfig, reduce: Reduce) -> torch.Tensor:
+    """Return-to-go, value · gamma^(action tokens after it in the segment), whitened over the batch's tokens.
 
     Stage (i) has already discounted the value by the rollout's later segments, so the return runs on across them.
     """
-    end = counts.cumsum(0).repeat_interleave(counts)
-    after = end - 1 - torch.arange(len(end))
-    return broadcast(values, counts) * gamma**after
+    returns = batch.values * config.gamma ** tokens_after(batch.counts)
+    return whitened(TokenBatch(returns, batch.counts), config, reduce)
 
 
-def reinforce(values: torch.Tensor, counts: torch.Tensor, config: AdvantageConfig, reduce: Reduce) -> torch.Tensor:
-    """Discounted return of the terminal reward over action tokens, whitened over the batch."""
-    return normalised(discounted(values, counts, config.gamma), config, reduce)
-
-
-def reinforce_baseline(
-    values: torch.Tensor, counts: torch.Tensor, config: AdvantageConfig, reduce: Reduce
-) -> torch.Tensor:
-    """The rollout's baselined reward at each token, whitened over the batch."""
-    return normalised(broadcast(values, counts), config, reduce)
-
-
-def grpo(values: torch.Tensor, counts: torch.Tensor, config: AdvantageConfig, reduce: Reduce) -> torch.Tensor:
-    """The rollout's group-normalised reward at each token, as it is."""
-    return broadcast(values, counts).float()
-
-
-def normalised(tokens: torch.Tensor, config: AdvantageConfig, reduce: Reduce) -> torch.Tensor:
-    if config.no_whiten:
-        return tokens.float()
-    return whiten(tokens, torch.ones_like(tokens, dtype=torch.bool), reduce)
-
-
-# (value per segment float64 [S], action tokens per segment int64 [S], options, reduce) -> float32 [sum(counts)]
-STAGE_TWO: dict[str, Callable[[torch.Tensor, torch.Tensor, AdvantageConfig, Reduce], torch.Tensor]] = {
+# (this rank's tokens, options, reduce) -> float32 [N]
+STAGE_TWO: dict[str, Callable[[TokenBatch, AdvantageConfig, Reduce], torch.Tensor]] = {
     "reinforce": reinforce,
-    "reinforce_baseline": reinforce_baseline,
-    "grpo": grpo,
+    "reinforce_baseline": whitened,
+    "rloo": plain,
+    "grpo": plain,
+    "dr_grpo": plain,
+    "flash_reinforce": plain,
+    "turn_credit": whitened,
 }
+
+
+def token_estimator(config: AdvantageConfig) -> Callable[[TokenBatch, AdvantageConfig, Reduce], torch.Tensor]:
+    """Stage (ii) as configured. Raises ConfigError for a name that nothing has."""
+    if config.token_estimator:
+        return function_of(config.token_estimator, STAGE_TWO, "algo.advantage.token_estimator")
+    return STAGE_TWO.get(config.estimator, whitened)
+
+
+def token_advantages(batch: TokenBatch, config: AdvantageConfig, reduce: Reduce) -> torch.Tensor:
+    """float32 [N]. Raises ValueError when a function of the user's own returns another shape."""
+    advantages = token_estimator(config)(batch, config, reduce)
+    if advantages.shape != batch.values.shape:
+        raise ValueError(
+            f"the token estimator returned the shape {tuple(advantages.shape)} for {len(batch.values)} action tokens"
+        )
+    return advantages.float()

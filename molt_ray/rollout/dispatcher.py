@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import traceback
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
@@ -47,6 +48,7 @@ class Dispatcher:
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._failed_in_a_row: deque[str] = deque(maxlen=config.run.fail_limit)  # prompts that count as failed
+        self._broken: RolloutError | None = None
         self._closed = False
 
     def fill(self) -> None:
@@ -59,6 +61,8 @@ class Dispatcher:
         """The next batch to train at `version`; None when all prompts have their outcome. Raises RolloutError when rollouts only fail."""
         while True:
             self.fill()
+            if self._broken is not None:
+                raise self._broken
             if self.pool.batch_ready(version):
                 return self.pool.take_batch(version)
             if self.pool.exhausted:
@@ -142,7 +146,11 @@ class Dispatcher:
 
     def _finished(self, group: Group, rows: list[Row]) -> None:
         self._failed_in_a_row.clear()
-        reason = self.keep(rows) if any(row.action_tokens for row in rows) else "no_action_tokens"
+        try:
+            reason = self.keep(rows) if any(row.action_tokens for row in rows) else "no_action_tokens"
+        except Exception as e:  # of the user's own filter: every group would go the same way
+            self._broken = RolloutError(f"the group filter failed on {group.group_id}: {e!r}\n{traceback.format_exc()}")
+            reason = "filter_error"
         scores = {row.rollout_id: row.score for row in rows}
         self.sampled.append((sum(scores.values()) / len(scores), not reason))
         if reason:

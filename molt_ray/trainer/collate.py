@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from molt_ray.experience import Experience
-from molt_ray.handoff import StepPlan
+from molt_ray.handoff import Share, StepPlan
 from molt_ray.trainer.shared_prefix import Bundle, common_prefixes
 
 
@@ -25,9 +25,10 @@ class Sample:
     """One segment as it was handed to a rank: its place in the plan and its stage (i) value."""
 
     experience: Experience
-    value: float
+    value: np.ndarray  # float64 [], or [turns]
     window: int
     micro: int
+    share: Share
 
 
 @dataclass(slots=True)
@@ -42,14 +43,18 @@ class MicroBatch:
     temperature: torch.Tensor  # float32 [N]
     behaviour: torch.Tensor  # float32 [N]: log-prob that the engine reported
     version: torch.Tensor  # int64 [N]
-    value: torch.Tensor  # float64 [K]
+    value: torch.Tensor  # float64 [N]: stage (i) of the advantage
+    weight: torch.Tensor  # float32 [N]: in the loss
+    sequence: torch.Tensor  # int64 [N]: number of the token's rollout within the batch
+    sequence_tokens: torch.Tensor  # float32 [N]: action tokens of that rollout
     counts: torch.Tensor  # int64 [K]: action tokens of each segment
     tokens: int  # of the segments: padding and dummies not counted, a shared prefix once for each
     bundles: list[Bundle] = field(default_factory=list)  # what fills the row when shared
 
 
-# (B, S), the flat position of each segment's tokens, the bundles.
-Placement = tuple[tuple[int, int], list[np.ndarray], list[Bundle]]
+Placement = tuple[
+    tuple[int, int], list[np.ndarray], list[Bundle]
+]  # (B, S), flat position of each segment's tokens, bundles
 
 
 def padded(ids: list[np.ndarray], prompts: list[int], groups: list[str]) -> Placement:
@@ -118,11 +123,25 @@ def collate(samples: list[Sample], layout: str) -> MicroBatch:
         temperature=flat(picked["temperatures"], np.float32),
         behaviour=flat(picked["logprobs"], np.float32),
         version=flat(picked["versions"], np.int64),
-        value=torch.tensor([s.value for s in samples], dtype=torch.float64),
+        value=flat([per_token(s, at) for s, at in zip(samples, actions, strict=True)], np.float64),
+        weight=flat(spread([s.share.weight for s in samples], actions), np.float32),
+        sequence=flat(spread([s.share.sequence for s in samples], actions), np.int64),
+        sequence_tokens=flat(spread([s.share.tokens for s in samples], actions), np.float32),
         counts=torch.tensor([len(at) for at in actions], dtype=torch.int64),
         tokens=sum(len(c["token_ids"]) for c in columns),
         bundles=bundles,
     )
+
+
+def per_token(sample: Sample, at: np.ndarray) -> np.ndarray:
+    """The sample's value, or that of the token's turn, at each action token."""
+    turns = np.asarray(sample.value, np.float64)
+    return turns[sample.experience.heavy["tokens"]["turn_index"][at]] if turns.ndim else np.full(len(at), turns)
+
+
+def spread(numbers: list[float], actions: list[np.ndarray]) -> list[np.ndarray]:
+    """Each segment's number at each of its action tokens."""
+    return [np.full(len(at), number) for number, at in zip(numbers, actions, strict=True)]
 
 
 def scatter(shape: tuple[int, int], places: list[np.ndarray], parts: list[np.ndarray]) -> torch.Tensor:

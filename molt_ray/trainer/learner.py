@@ -1,38 +1,27 @@
 """One rank's training step, in reading order. Torch and torch.distributed only: the Ray actor around it is `rank.py`.
 
-Guarantees: the update is the same for any number of data-parallel ranks, accumulation depth and layout, because every loss term is
-divided by the plan's count of action tokens of the whole optimizer window; every rank runs the same collectives whatever its data; a token
+Guarantees: the update is the same for any number of data-parallel ranks, accumulation depth and layout, because the weight of each
+token in the loss is told by the plan from the whole optimizer window; every rank runs the same collectives whatever its data; a token
 older than the bound, or newer than the trainer, is refused before anything is computed.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 
-from molt_ray.algorithm.correction import importance
 from molt_ray.algorithm.kl import k1
-from molt_ray.algorithm.loss import entropy_loss, policy_loss
-from molt_ray.algorithm.token_advantage import STAGE_TWO
+from molt_ray.algorithm.token_advantage import TokenBatch, token_advantages
 from molt_ray.config import Config
-from molt_ray.handoff import StepPlan, Window
+from molt_ray.handoff import StepPlan
 from molt_ray.trainer.collate import MicroBatch, Sample, collate, lay_out
 from molt_ray.trainer.forward import compute_dtype, load_policy, score
 from molt_ray.trainer.mesh import Mesh, defer_partial_gradients, reshard
+from molt_ray.trainer.objective import Objective, Terms, Work
 from molt_ray.trainer.optimizer import PolicyOptimizer
 from molt_ray.trainer.shared_prefix import Bundle
 from molt_ray.trainer.tally import Tally, means
-
-
-@dataclass(slots=True)
-class Work:
-    """A microbatch with what is known of it before the updates."""
-
-    batch: MicroBatch
-    advantages: torch.Tensor  # float32 [N]
-    old: torch.Tensor | None  # float32 [N] log-probs under the weights at the start of the step; None: the current ones
 
 
 class Learner:
@@ -43,6 +32,7 @@ class Learner:
         self.config, self.mesh = config, mesh
         self.model = load_policy(config, mesh)
         self.dtype = compute_dtype(config, mesh.device)
+        self.objective = Objective(config)
         self.optimizer = PolicyOptimizer(
             self.model, mesh, defer_partial_gradients(self.model), config.actor, total_steps
         )
@@ -58,13 +48,13 @@ class Learner:
         batches = lay_out(plan, samples, self.config.fsdp.layout)
         check_versions(batches, plan.version, self.config.train.max_staleness)
         old = self.old_logprobs(plan, batches, tally)
-        work = self.with_advantages(batches, old)
+        work = self.prepare(plan, batches, old)
         norms, skipped = [], 0
         updating = time.perf_counter()
         rate = self.optimizer.lr
         for _ in range(self.config.train.max_epochs):
-            for window, parts in zip(plan.windows, work, strict=True):
-                norm, applied = self.update(plan.version, window, parts, tally)
+            for parts in work:
+                norm, applied = self.update(plan, parts, tally)
                 norms.append(norm)
                 skipped += not applied
         tally.top("time_update", time.perf_counter() - updating)
@@ -79,8 +69,8 @@ class Learner:
     def old_logprobs(
         self, plan: StepPlan, batches: list[list[MicroBatch]], tally: Tally
     ) -> list[list[torch.Tensor | None]]:
-        """Log-probs before the first update, needed only when the batch makes more than one."""
-        if len(plan.windows) * self.config.train.max_epochs == 1:
+        """Log-probs before the first update, by a pass of their own where the objective needs that."""
+        if not self.objective.needs_old(plan):
             return [[None] * len(parts) for parts in batches]
         started = time.perf_counter()
         with torch.no_grad():
@@ -89,58 +79,56 @@ class Learner:
         tally.top("time_old_logprobs", time.perf_counter() - started)
         return old
 
-    def with_advantages(
-        self, batches: list[list[MicroBatch]], old: list[list[torch.Tensor | None]]
+    def prepare(
+        self, plan: StepPlan, batches: list[list[MicroBatch]], old: list[list[torch.Tensor | None]]
     ) -> list[list[Work]]:
-        """Stage (ii) over the whole rollout batch, cut up again by microbatch."""
+        """Stage (ii) of the advantage and, where the old log-probs are known, the correction: over the whole batch, cut up by microbatch."""
         flat = [batch for parts in batches for batch in parts]
-        advantage = self.config.algo.advantage
-        tokens = STAGE_TWO[advantage.estimator](
-            torch.cat([b.value for b in flat]), torch.cat([b.counts for b in flat]), advantage, self.mesh.sum
+        before = [logp for parts in old for logp in parts]
+        known = bool(before) and before[0] is not None
+        nothing = torch.zeros(0)
+        tokens = TokenBatch(
+            values=torch.cat([nothing.double(), *(b.value for b in flat)]),
+            counts=torch.cat([nothing.long(), *(b.counts for b in flat)]),
+            logp=torch.cat(before).cpu() if known else None,
         )
-        pieces = iter(tokens.split([len(b.target) for b in flat]))
-        return [
-            [Work(batch, next(pieces), before) for batch, before in zip(parts, olds, strict=True)]
-            for parts, olds in zip(batches, old, strict=True)
+        advantages = token_advantages(tokens, self.config.algo.advantage, self.mesh.sum)
+        device, sizes = self.mesh.device, [len(b.target) for b in flat]
+        work = [
+            Work(batch, advantage.to(device), batch.behaviour.to(device), logp)
+            for batch, advantage, logp in zip(flat, advantages.split(sizes) if sizes else [], before, strict=True)
         ]
+        if known:
+            corrected = self.objective.correct(plan, torch.cat(before), work, self.sum_on_device)
+            for one, (coefficient, kept) in zip(work, corrected, strict=True):
+                one.coefficient, one.kept = coefficient, kept
+        pieces = iter(work)
+        return [[next(pieces) for _ in parts] for parts in batches]
 
-    def update(self, version: int, window: Window, parts: list[Work], tally: Tally) -> tuple[float, bool]:
+    def sum_on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.mesh.sum(tensor.cpu()).to(tensor.device)
+
+    def update(self, plan: StepPlan, parts: list[Work], tally: Tally) -> tuple[float, bool]:
         """One optimizer step: (gradient norm, whether it was applied)."""
-        for index, work in enumerate(parts):
+        log_ratios = self.sequence_log_ratios(plan, parts)
+        for index, (work, log_ratio) in enumerate(zip(parts, log_ratios, strict=True)):
             self.model.set_requires_gradient_sync(index == len(parts) - 1)
-            loss = self.loss(version, work, tally)
-            # FSDP averages gradients over the data-parallel ranks; the denominator counts the tokens of all of them.
-            (loss.sum() * (self.mesh.dp_size / max(1, window.action_tokens))).backward()
+            logp, entropy = score(self.model, work.batch, self.mesh)
+            terms = self.objective.terms(plan, work, logp, entropy, log_ratio)
+            count(tally, plan.version, work, terms, logp, entropy)
+            # FSDP averages gradients over the data-parallel ranks; the weights count the tokens of all of them.
+            (terms.loss.sum() * self.mesh.dp_size).backward()
         return self.optimizer.step()
 
-    def loss(self, version: int, work: Work, tally: Tally) -> torch.Tensor:
-        """The loss of each action token [N], not yet divided; counts what it sees."""
-        actor, advantage = self.config.actor, self.config.algo.advantage
-        device, batch = self.mesh.device, work.batch
-        behaviour, advantages = batch.behaviour.to(device), work.advantages.to(device)
-        logp, entropy = score(self.model, batch, self.mesh)
-        old = logp.detach() if work.old is None else work.old
-        mask = torch.isfinite(behaviour)
-        terms = policy_loss(logp, old, advantages, mask, actor.eps_clip_low_high)
-        loss, kept = terms.loss, mask
-        if self.config.correction_level == "token":
-            coefficient, kept = importance(
-                old, behaviour, advantage.is_correction_mode, advantage.is_correction_threshold
-            )
-            loss = loss * coefficient
-        if actor.entropy_coef:
-            loss = loss + entropy_loss(entropy, terms.counted, actor.entropy_coef)
-        count_tokens(tally, batch, version)
-        count_engine(tally, old, behaviour, batch.version.to(device) == version, kept)
-        counted = terms.counted
-        tally.add("policy_loss", loss)
-        tally.add("clipped", terms.clipped)
-        tally.add("counted_tokens", counted)
-        tally.add("nonfinite_tokens", ~counted)
-        tally.add("entropy", torch.where(counted, entropy, 0.0))
-        tally.add("advantage", torch.where(counted, advantages, 0.0))
-        tally.add("policy_kl", torch.where(counted, k1(old, logp), 0.0))
-        return loss
+    @torch.no_grad()
+    def sequence_log_ratios(self, plan: StepPlan, parts: list[Work]) -> list[torch.Tensor | None]:
+        """The rollouts' mean log ratios under the current weights, by a pass of their own where the objective needs that."""
+        if not self.objective.needs_sequence_pass(plan):
+            return [None] * len(parts)
+        logp = torch.cat([score(self.model, work.batch, self.mesh)[0] for work in parts])
+        reshard(self.model)
+        ratios = self.objective.sequence_log_ratio(plan, logp, parts, self.sum_on_device)
+        return list(ratios.split([len(work.behaviour) for work in parts]))
 
     def metrics(self, plan: StepPlan, tally: Tally) -> dict[str, float]:
         """The published names. Raises ValueError when the ranks together did not get the action tokens that the plan counts."""
@@ -149,8 +137,9 @@ class Learner:
         if sums["action_tokens"] != planned:
             raise ValueError(f"the plan counts {planned} action tokens, the ranks trained {int(sums['action_tokens'])}")
         ages = {name: sums[name] for name in sums if name.startswith("staleness_")}
+        loss = {"policy_loss": sums["policy_loss"] / max(1, self.objective.updates(plan))}
         counts = {name: sums[name] for name in ("tokens", "action_tokens", "nonfinite_tokens")}
-        return means(sums) | ages | counts | maxima
+        return means(sums) | loss | ages | counts | maxima
 
     @torch.no_grad()
     def logprobs(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
@@ -188,25 +177,42 @@ def check_versions(batches: list[list[MicroBatch]], version: int, max_staleness:
             )
 
 
-def count_tokens(tally: Tally, batch: MicroBatch, version: int) -> None:
+def count(tally: Tally, version: int, work: Work, terms: Terms, logp: torch.Tensor, entropy: torch.Tensor) -> None:
+    """What one microbatch adds to the step's metrics."""
+    counted = terms.counted
+    count_tokens(tally, work.batch, version, terms.kept)
+    count_engine(tally, terms.old, work.behaviour, work.batch.version.to(logp.device) == version)
+    tally.add("policy_loss", terms.loss)
+    tally.add("clipped", terms.clipped)
+    tally.add("counted_tokens", counted)
+    tally.add("nonfinite_tokens", ~counted)
+    tally.add("entropy", torch.where(counted, entropy, 0.0))
+    tally.add("advantage", torch.where(counted, work.advantages, 0.0))
+    tally.add("policy_kl", torch.where(counted, k1(terms.base, logp), 0.0))
+
+
+def count_tokens(tally: Tally, batch: MicroBatch, version: int, kept: torch.Tensor) -> None:
+    """Tokens and rollouts, their age, and what the correction keeps of them."""
     age = version - batch.version
+    part = 1 / batch.sequence_tokens.to(kept.device)  # of its rollout
     tally.add("tokens", batch.tokens)
     tally.add("action_tokens", len(batch.target))
+    tally.add("sequences", part)
+    tally.add("kept", kept)
+    tally.add("kept_sequences", torch.where(kept, part, 0.0))
     tally.add("staleness", age)
     tally.top("staleness_max", age)
     for steps, tokens in zip(*age.unique(return_counts=True), strict=True):
         tally.add(f"staleness_{steps}", int(tokens))
+        tally.add(f"kept_{steps}", kept[(age == steps).to(kept.device)])
 
 
-def count_engine(
-    tally: Tally, old: torch.Tensor, behaviour: torch.Tensor, current: torch.Tensor, kept: torch.Tensor
-) -> None:
+def count_engine(tally: Tally, old: torch.Tensor, behaviour: torch.Tensor, current: torch.Tensor) -> None:
     """The gap between engine and trainer; `current`: tokens sampled by the very weights that score them, where it should be rounding."""
     gap = behaviour - old
     finite = torch.isfinite(gap)
     tally.add("engine_gap", torch.where(finite, gap, 0.0))
     tally.add("engine_finite", finite)
-    tally.add("kept", kept)
     same = torch.where(finite & current, gap, 0.0).abs()
     tally.add("current_diff", same)
     tally.add("current_tokens", finite & current)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 from ray.data import Dataset
 
@@ -113,7 +114,7 @@ def weight_sender_class() -> type:
 def read_samples(dataset: Dataset) -> list[Sample]:
     """The rank's samples in the data set's order, with their heavy columns.
 
-    Columns `row` (Row), `value` (float), `window` and `micro` (int). Raises ray.exceptions.RayError when a pack is lost.
+    Columns as `plan_step` makes them. Raises ray.exceptions.RayError when a pack is lost.
     """
     from molt_ray.trainer.collate import Sample
 
@@ -127,9 +128,10 @@ def read_samples(dataset: Dataset) -> list[Sample]:
     return [
         Sample(
             Experience(row).reload({family: packs[where.ref] for family, where in row.packs.items()}),
-            float(record["value"]),
+            np.asarray(record["value"], np.float64),
             int(record["window"]),
             int(record["micro"]),
+            record["share"],
         )
         for row, record in zip(rows, records, strict=True)
     ]

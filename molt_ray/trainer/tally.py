@@ -23,6 +23,8 @@ SUMS = (
     "engine_gap",
     "engine_finite",
     "kept",
+    "sequences",
+    "kept_sequences",
     "current_diff",
     "current_tokens",
     "staleness",
@@ -35,7 +37,8 @@ class Tally:
 
     def __init__(self, device: torch.device, max_staleness: int):
         self.device = device
-        names = [*SUMS, *(f"staleness_{age}" for age in range(max_staleness + 1))]
+        ages = range(max_staleness + 1)
+        names = [*SUMS, *(f"staleness_{age}" for age in ages), *(f"kept_{age}" for age in ages)]
         self.sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
         self.maxima = {name: torch.zeros((), dtype=torch.float64, device=device) for name in MAXIMA}
 
@@ -62,8 +65,10 @@ def means(sums: dict[str, float]) -> dict[str, float]:
     def per(name: str, tokens: str) -> float:
         return sums[name] / sums[tokens] if sums[tokens] else 0.0
 
+    ages = [name.removeprefix("kept_") for name in sums if name.startswith("kept_") and name != "kept_sequences"]
     return {
-        "policy_loss": per("policy_loss", "action_tokens"),
+        **{f"is_filter_ratio_{age}": per(f"kept_{age}", f"staleness_{age}") for age in ages},
+        "is_sequence_ratio": per("kept_sequences", "sequences"),
         "entropy": per("entropy", "counted_tokens"),
         "advantage_mean": per("advantage", "counted_tokens"),
         "policy_clip_ratio": per("clipped", "counted_tokens"),

@@ -6,19 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from molt_ray.algorithm.token_advantage import STAGE_TWO, whiten
+from molt_ray.algorithm.sequence import alone
+from molt_ray.algorithm.token_advantage import TokenBatch, token_advantages, whiten
 from molt_ray.config import AdvantageConfig
 
 VALUES, COUNTS = [2.0, -1.0, 0.5], [3, 0, 2]
-
-
-def alone(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+FLAT = np.repeat(VALUES, COUNTS)
 
 
 def tokens(name: str, **options: object) -> np.ndarray:
-    values, counts = torch.tensor(VALUES, dtype=torch.float64), torch.tensor(COUNTS)
-    return STAGE_TWO[name](values, counts, AdvantageConfig(estimator=name, **options), alone).numpy()
+    batch = TokenBatch(torch.tensor(FLAT), torch.tensor(COUNTS))
+    return token_advantages(batch, AdvantageConfig(estimator=name, **options), alone).numpy()
 
 
 def test_reinforce_is_the_discounted_return_to_go() -> None:
@@ -30,13 +28,29 @@ def test_reinforce_is_the_discounted_return_to_go() -> None:
             returns.insert(0, running)
         expected += returns
     assert tokens("reinforce", gamma=0.9, no_whiten=True) == pytest.approx(expected, rel=1e-6)
+    mean, sd = np.mean(expected), np.std(expected)
+    assert tokens("reinforce", gamma=0.9) == pytest.approx((np.array(expected) - mean) / sd, rel=1e-6)
 
 
-def test_baseline_is_whitened_and_grpo_is_not() -> None:
-    flat = np.repeat(VALUES, COUNTS)
-    assert tokens("grpo") == pytest.approx(flat)
-    assert tokens("reinforce_baseline") == pytest.approx((flat - flat.mean()) / flat.std(), rel=1e-6)
-    assert tokens("reinforce_baseline", no_whiten=True) == pytest.approx(flat)
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "flash_reinforce"])
+def test_estimators_that_do_not_whiten_give_the_value_at_each_token(name: str) -> None:
+    assert tokens(name) == pytest.approx(FLAT)
+
+
+@pytest.mark.parametrize("name", ["reinforce_baseline", "turn_credit", "some/file.py:mine"])
+def test_estimators_that_whiten_do_so_unless_told_not_to(name: str) -> None:
+    assert tokens(name) == pytest.approx((FLAT - FLAT.mean()) / FLAT.std(), rel=1e-6)
+    assert tokens(name, no_whiten=True) == pytest.approx(FLAT)
+
+
+def test_the_second_stage_can_be_chosen_by_itself() -> None:
+    assert tokens("reinforce_baseline", token_estimator="grpo") == pytest.approx(FLAT)
+
+
+def test_no_tokens_at_all() -> None:
+    empty = TokenBatch(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64))
+    for name in ("reinforce", "grpo"):
+        assert token_advantages(empty, AdvantageConfig(estimator=name), alone).shape == (0,)
 
 
 def test_whitening_over_ranks_equals_whitening_of_all_tokens() -> None:

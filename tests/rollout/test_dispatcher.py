@@ -161,3 +161,15 @@ async def test_what_a_filter_drops_is_in_the_score_of_what_was_sampled(streams):
     metrics = d.sampled_metrics()
     assert metrics == {"rollout/pre_filter_mean_score": 0.25, "rollout/filtered_share": 0.75}
     assert d.sampled_metrics() == {}
+
+
+async def test_a_filter_that_raises_ends_the_run_with_its_error(streams):
+    streams(lambda task, number: [whole(task)])
+
+    def broken(rows):
+        return rows[0].nothing_like_that
+
+    d = make(config_of(), prompts=40, keep=broken)
+    with pytest.raises(RolloutError, match=r"group filter failed on .*nothing_like_that"):
+        await asyncio.wait_for(d.batch(0), 20)
+    assert not d.pool.in_flight

@@ -13,7 +13,7 @@ import numpy as np
 
 from molt_ray.config import Config
 from molt_ray.experience import Experience, Row, Segment, Turn, experiences_of
-from molt_ray.handoff import StepPlan, Window, plan_step
+from molt_ray.handoff import Share, StepPlan, Window, plan_step
 
 TIMEOUT_S = 100.0
 PRELOAD = [
@@ -181,8 +181,8 @@ def planned(
     plan, frames = plan_step([e.row for e in experiences], np.array(values), 0, config, dp)
     return plan, [
         [
-            Sample(whole[id(row)], value, window, micro)
-            for row, value, window, micro in frame.itertuples(index=False, name=None)
+            Sample(whole[id(row)], value, window, micro, share)
+            for row, value, window, micro, share in frame.itertuples(index=False, name=None)
         ]
         for frame in frames
     ]
@@ -195,10 +195,13 @@ def deal(
     from molt_ray.trainer.collate import Sample
 
     tokens = sum(e.row.action_tokens for e in experiences)
-    plan = StepPlan(0, [Window(accumulation, tokens, len(experiences))])
-    pairs = list(zip(experiences, values, strict=True))
+    plan = StepPlan(0, [Window(accumulation, tokens, len(experiences), len(experiences))])
+    pairs = [
+        (e, value, Share(1 / tokens, i, e.row.action_tokens))
+        for i, (e, value) in enumerate(zip(experiences, values, strict=True))
+    ]
     ranks = [
-        [Sample(e, value, 0, place % accumulation) for place, (e, value) in enumerate(pairs[rank::dp])]
+        [Sample(e, value, 0, place % accumulation, share) for place, (e, value, share) in enumerate(pairs[rank::dp])]
         for rank in range(dp)
     ]
     return plan, ranks

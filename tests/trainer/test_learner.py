@@ -32,7 +32,9 @@ def two_windows(n: int, dp: int) -> tuple[StepPlan, list[list[Any]]]:
         for index, sample in enumerate(samples):
             sample.window = index % 2
             tokens[index % 2] += sample.experience.row.action_tokens
-    return StepPlan(0, [Window(1, tokens[0], n // 2), Window(1, tokens[1], n // 2)]), ranks
+    for sample in (sample for samples in ranks for sample in samples):
+        sample.share.weight = 1 / tokens[sample.window]
+    return StepPlan(0, [Window(1, tokens[0], n // 2, n // 2), Window(1, tokens[1], n // 2, n // 2)]), ranks
 
 
 def spoil(experiences: list[Experience], column: str, value: float) -> None:

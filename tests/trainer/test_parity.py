@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import deal, largest_difference, make_config, make_experiences, parameters, run_ranks
+from ranks import deal, largest_difference, make_config, make_experiences, make_groups, parameters, planned, run_ranks
 
 from molt_ray.config import Config
 
@@ -133,3 +133,48 @@ def test_tensor_parallel_makes_the_same_update(kind: str, world: int, divisible:
 def test_tensor_parallel_size_that_does_not_divide_the_heads_is_refused(models: dict[str, Path]) -> None:
     with pytest.raises(RuntimeError, match=r"--fsdp.tp_size 2: must divide the model's num_key_value_heads 1"):
         run_ranks(one_split, 2, make_config(models["dense"], fsdp__tp_size=2), tp=2)
+
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "grpo as published": {"actor__loss_aggregation": "sequence_mean", "actor__eps_clip_low_high": (0.2, 0.28)},
+    "gspo, two epochs": {
+        "actor__loss_mode": "gspo",
+        "actor__loss_aggregation": "sequence_mean",
+        "train__max_epochs": 2,
+        "algo__advantage__is_correction_level": "geo",
+        "algo__advantage__is_correction_mode": "clip",
+    },
+    "sequence gate": {
+        "actor__loss_mode": "cispo",
+        "actor__eps_clip_low_high": (0.0, 3.0),
+        "algo__advantage__is_correction_level": "binary_kl",
+        "algo__advantage__is_correction_mode": "mask",
+        "algo__advantage__is_correction_threshold": (0.0, 0.04),
+    },
+}
+
+
+def each_objective(mesh: Any, model: Path) -> dict[tuple[str, int], Any]:
+    """Each objective, with the groups' ragged rollouts of one or two segments in few and in many microbatches."""
+    from molt_ray.trainer.learner import Learner
+
+    answers = {}
+    for (name, options), tokens in product(OBJECTIVES.items(), (60, 400)):
+        config = make_config(model, train__max_tokens_per_gpu=tokens, fsdp__packing_samples=tokens == 60, **options)
+        plan, samples = planned(*make_groups(), config, mesh.dp_size)
+        learner = Learner(config, mesh, None)
+        metrics = learner.train(plan, samples[mesh.dp_rank])
+        answers[name, tokens] = parameters(learner), metrics
+    return answers
+
+
+def test_objectives_over_whole_rollouts_do_not_depend_on_the_split(models: dict[str, Path]) -> None:
+    alone, two = (run_ranks(each_objective, world, models["dense"])[0] for world in (1, 2))
+    for name in OBJECTIVES:
+        expected, metrics = alone[name, 400]
+        for answers, tokens in ((alone, 60), (two, 60), (two, 400)):
+            weights, others = answers[name, tokens]
+            assert largest_difference(weights, expected) <= 2e-6, (name, tokens)
+            for key in ("policy_loss", "actor_grad_norm", "is_filter_ratio", "is_sequence_ratio"):
+                assert others[key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-7), (name, tokens, key)
+    assert 0 < alone["sequence gate", 400][1]["is_sequence_ratio"] < 1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ranks import largest_difference, make_config, make_groups, parameters, planned, run_ranks
 
 from molt_ray.config import Config
+from molt_ray.handoff import Share
 from molt_ray.trainer.shared_prefix import common_prefixes
 
 WEIGHT_TOLERANCE = 1e-6
@@ -49,7 +50,7 @@ def compare(mesh: Any, model: Path) -> list[Any]:
     for share in (False, True):
         config = make_config(model, fsdp__share_prefix=share)
         policy = load_policy(config, mesh)
-        samples = [Sample(e, v, 0, 0) for e, v in zip(*make_groups(), strict=True)]
+        samples = [Sample(e, v, 0, 0, Share(1.0, 0, 1)) for e, v in zip(*make_groups(), strict=True)]
         batch = collate(samples, config.fsdp.layout)
         logp, entropy = score(policy, batch, mesh)
         weight = torch.randn(2, len(logp), generator=torch.Generator().manual_seed(0))
