@@ -96,7 +96,8 @@ class FsdpConfig(Section):
     """Put a microbatch's segments into one row with restarting positions instead of padding them."""
     share_prefix: bool = False
     """Forward what segments of a group have in common before their first sampled token, mostly the prompt, once and not for each.
-    Exact. Packs as packing_samples does; a group stays on one rank. Needs attention of type sdpa over whole contexts."""
+    Exact. Segments lie in one row as with packing_samples. A group stays together unless it does not fit into max_tokens_per_gpu or
+    would leave other ranks idle. Needs sdpa attention over whole contexts: flash attention and sliding windows are refused."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """torch.distributed backend. auto: nccl on GPU, gloo on CPU."""
     timeout_s: float = Field(default=600.0, gt=0)
@@ -390,138 +391,6 @@ def refuse(option: str, value: object, remedy: str) -> None:
     raise ConfigError(f"--{option} {value!r}: {remedy}")
 
 
-def check_required(c: Config) -> None:
-    for option, value, what in (
-        ("actor.model_name_or_path", c.actor.model_name_or_path, "a Hugging Face folder or hub name"),
-        ("train.agent_path", c.train.agent_path, "a Python file that exports AgentRunner"),
-        (
-            "data.prompt_dataset",
-            c.data.prompt_dataset or c.data.tasks,
-            "a .jsonl, .parquet or .csv file, or families in --data.tasks",
-        ),
-    ):
-        if not value:
-            refuse(option, value, f"required: give {what}")
-
-
-def check_prompts(c: Config) -> None:
-    data = c.data
-    if data.prompt_template.count("{question}") != 1:
-        refuse("data.prompt_template", data.prompt_template, "must hold {question} once")
-    if data.tools_key and not data.apply_chat_template:
-        refuse(
-            "data.tools_key", data.tools_key, "only the chat template shows tools: set --data.apply_chat_template True"
-        )
-    if not data.tasks:
-        if c.eval.task_size:
-            refuse(
-                "eval.task_size", c.eval.task_size, "needs --data.tasks; hold prompts of a file out in --eval.dataset"
-            )
-        return
-    for option, value, remedy in (
-        ("data.prompt_dataset", data.prompt_dataset, "excludes --data.tasks: leave one of them out"),
-        ("data.label_key", data.label_key, "--data.tasks make their labels: leave it out"),
-        ("data.tools_key", data.tools_key, "--data.tasks have no tools: leave it out"),
-        ("eval.dataset", c.eval.dataset, "with --data.tasks, prompts are held out by --eval.task_size"),
-    ):
-        if value:
-            refuse(option, value, remedy)
-    from molt_ray.tasks import check_tasks  # imports this module, and reasoning-gym only for a run that uses it
-
-    check_tasks(data.tasks)
-
-
-GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "reinforce_baseline", "rloo"})
-
-
-def check_batches(c: Config) -> None:
-    n, batch, step = c.rollout.n_samples_per_prompt, c.rollout.batch_size, c.train.batch_size
-    if batch % n:
-        refuse(
-            "rollout.batch_size", batch, f"counts rollouts and must be a multiple of --rollout.n_samples_per_prompt {n}"
-        )
-    if step is not None and (step > batch or batch % step):
-        refuse(
-            "train.batch_size", step, f"must divide --rollout.batch_size {batch}, or be left out for one step per batch"
-        )
-    if c.world_size % c.fsdp.tp_size:
-        refuse("fsdp.tp_size", c.fsdp.tp_size, f"must divide the {c.world_size} trainer ranks")
-    if n == 1 and c.algo.advantage.estimator in GROUP_ESTIMATORS:
-        refuse(
-            "algo.advantage.estimator",
-            c.algo.advantage.estimator,
-            "compares the samples of a group: set --rollout.n_samples_per_prompt above 1",
-        )
-    if c.rollout.max_runners is not None and c.rollout.max_runners < c.rollout.num_runners:
-        refuse(
-            "rollout.max_runners",
-            c.rollout.max_runners,
-            f"must be at least --rollout.num_runners {c.rollout.num_runners}",
-        )
-
-
-def check_layout(c: Config) -> None:
-    kernel = c.fsdp.attn_implementation
-    if c.fsdp.share_prefix and kernel not in ("auto", "sdpa"):
-        refuse(
-            "fsdp.attn_implementation",
-            kernel,
-            "--fsdp.share_prefix has attention of its own, on sdpa: use auto or sdpa",
-        )
-
-
-def check_exactness(c: Config) -> None:
-    adv = c.algo.advantage
-    if c.train.max_staleness > 0 and adv.is_correction_level == "off" and c.actor.ratio_base == "trainer":
-        refuse(
-            "algo.advantage.is_correction_level",
-            "off",
-            "stale tokens need a correction: leave it on auto, or set --train.max_staleness 0",
-        )
-    low, high = adv.is_correction_threshold
-    if adv.is_correction_level == "binary_kl":
-        if adv.is_correction_mode != "mask" or low != 0 or not 0 < high < 1:
-            remedy = "needs --algo.advantage.is_correction_mode mask and --algo.advantage.is_correction_threshold 0 0.001 or the like"
-            refuse("algo.advantage.is_correction_level", "binary_kl", remedy)
-    elif not 0 <= low <= 1 <= high:
-        refuse("algo.advantage.is_correction_threshold", (low, high), "needs 0 <= low <= 1 <= high")
-    if c.rollout.top_p < 1:
-        refuse(
-            "rollout.top_p",
-            c.rollout.top_p,
-            "no turn could be trained: recorded log-probs are renormalised over the nucleus; use 1",
-        )
-    if c.reward.clip_range[0] >= c.reward.clip_range[1]:
-        refuse("reward.clip_range", c.reward.clip_range, "needs low < high")
-
-
-def check_algorithm(c: Config) -> None:
-    actor, reward = c.actor, c.reward
-    updates = c.rollout.batch_size // (c.train.batch_size or c.rollout.batch_size) * c.train.max_epochs
-    if actor.dual_clip is not None and actor.loss_mode != "ppo":
-        refuse("actor.dual_clip", actor.dual_clip, "belongs to --actor.loss_mode ppo; leave it out")
-    if actor.loss_mode == "cispo" and actor.eps_clip_low_high[1] < 1:
-        refuse(
-            "actor.eps_clip_low_high", actor.eps_clip_low_high, "cispo takes the ceiling of the ratio itself: use 0 5"
-        )
-    if actor.loss_mode == "reinforce" and (updates > 1 or actor.ratio_base == "engine"):
-        remedy = "has no ratio: leave out --train.batch_size, --train.max_epochs and --actor.ratio_base, or use ppo"
-        refuse("actor.loss_mode", "reinforce", remedy)
-    if actor.ratio_base == "engine" and c.correction_level != "off":
-        remedy = "would count twice beside --actor.ratio_base engine: leave it on auto"
-        refuse("algo.advantage.is_correction_level", c.correction_level, remedy)
-    if reward.overlong_penalty and not 0 < reward.overlong_buffer <= reward.overlong_length:
-        remedy = f"needs --reward.overlong_length, now {reward.overlong_length}, and an --reward.overlong_buffer within it, now {reward.overlong_buffer}"
-        refuse("reward.overlong_penalty", reward.overlong_penalty, remedy)
-    low, high = c.algo.dynamic_filtering_range
-    if not low < high:
-        refuse("algo.dynamic_filtering_range", (low, high), "needs low < high")
-    if c.algo.dynamic_filtering_enable and c.rollout.n_samples_per_prompt == 1:
-        refuse(
-            "algo.dynamic_filtering_enable", True, "compares a group's mean: set --rollout.n_samples_per_prompt above 1"
-        )
-
-
 def read_recipe(path: Path) -> dict[str, Any]:
     """The nested options of a YAML recipe. Raises ConfigError when it cannot be read or is no mapping."""
     try:
@@ -534,7 +403,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def build(tree: dict[str, Any]) -> Config:
-    """A Config from nested options; types and names are checked, combinations are not yet (see `check`)."""
+    """A Config from nested options; types and names are checked, combinations are not yet (see molt_ray/checks.py)."""
     try:
         return Config(**tree)
     except ValidationError as e:
@@ -549,22 +418,13 @@ def fault(error: Any) -> str:
     return f"--{option} {error.get('input')!r}: {error['msg']}"
 
 
-def check(config: Config) -> Config:
-    """Refuses combinations that cannot be honoured. Raises ConfigError naming the option and the remedy."""
-    check_required(config)
-    check_prompts(config)
-    check_batches(config)
-    check_layout(config)
-    check_exactness(config)
-    check_algorithm(config)
-    return config
-
-
 def parse(argv: list[str], recipe: Path | None = None, root: Path | None = None, description: str = "") -> Config:
     """The run's options: defaults, then the recipe, then dotted flags; relative paths of data, models and outputs become absolute.
 
     Raises ConfigError for what a recipe or a combination gets wrong; a wrong flag ends the program with usage, as --help does.
     """
+    from molt_ray.checks import check  # which speaks of the tree above
+
     base = build(read_recipe(recipe)) if recipe else Config()
     try:
         config = tyro.cli(
