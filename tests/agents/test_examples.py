@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripted import ScriptedEngine, run
 
-from molt_ray.agents.load import AgentLoadError
+from molt_ray.agents.load import AgentLoadError, load_runner, options_of
 from molt_ray.capture.template import HfTemplate
-from molt_ray.config import Config
+from molt_ray.config import Config, parse
+from molt_ray.rollout.prompts import read_held_out
 from molt_ray.rollout.worker import RolloutWorker
 from molt_ray.tasks import generate
 from molt_ray.tiny import byte_tokenizer
@@ -114,3 +116,23 @@ def test_options_that_an_agent_does_not_take_are_refused(options, said):
 def test_options_for_an_agent_without_any_are_refused():
     with pytest.raises(AgentLoadError, match="names no options_class"):
         worker("last_digit_env.py", saying(END), {"answer": "tagged"})
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [("Answer: 5 - x+3x^2", 1), ("Answer: 3x^2-x", 0), ("Answer: 3x5", 0), ("Answer: __import__('os')", 0), ("no", 0)],
+)
+async def test_the_verifier_of_the_docs(tmp_path, reply, reward):
+    (source,) = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "docs/tasks.md").read_text(), re.DOTALL)
+    path = tmp_path / "polynomial.py"
+    path.write_text(source)
+    answer = await run(worker(str(path), saying(reply + END)), prompt="?", label="3x^2-x+5")
+    assert answer.failures == [] and answer.rows[0].reward == reward
+
+
+def test_the_recipe_of_the_docs_is_valid(tmp_path):
+    (source,) = re.findall(r"```yaml\n(.*?)```", (EXAMPLES.parent / "docs/tasks.md").read_text(), re.DOTALL)
+    (tmp_path / "r.yaml").write_text(source)
+    config = parse(["--actor.model_name_or_path", "m"], tmp_path / "r.yaml")
+    options_of(load_runner(str(EXAMPLES.parent / config.train.agent_path)), config.train.agent_options)
+    assert len(read_held_out(config)) == 200
