@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,20 @@ def rollout_metrics(rows: list[Row]) -> dict[str, float]:
         "rollout/not_trained_segments": sum(bool(r.not_trained) for r in rows),
         "rollout/action_tokens": sum(r.action_tokens for r in rows),
     }
+    out |= not_trained_turns(rows)
     for key in sorted({k for r in rollouts for k in r.info}):
         values = [r.info[key] for r in rollouts if key in r.info]
         name = f"rollout/{key}"
         out[name if name not in out else f"rollout/info/{key}"] = sum(values) / len(values)
     return out
+
+
+def not_trained_turns(rows: list[Row]) -> dict[str, float]:
+    """How many model calls of a batch are not trained, in all and by reason (the setting's name, not its value). A turn that two
+    segments share trains in one of them and is not counted."""
+    reasons = [t.not_trained.partition("=")[0] for r in rows for t in r.turns if t.not_trained not in ("", "shared")]
+    counted = Counter(f"rollout/not_trained_turns/{reason}" for reason in reasons)
+    return {"rollout/not_trained_turns": len(reasons), **dict(sorted(counted.items()))}
 
 
 class MetricsLog:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from molt_ray.experience import Row
+from molt_ray.experience import Row, Turn
 from molt_ray.metrics import draw_curve, read_metrics, rollout_metrics, stage_report
 
 
@@ -23,6 +23,17 @@ def test_a_rollout_counts_once_whatever_its_segments():
 def test_info_keys_may_differ_between_rollouts():
     values = rollout_metrics([row("a0", 0, 1.0, info={"x": 2.0}), row("b0", 0, 0.0, info={"y": 3.0})])
     assert values["rollout/x"] == 2.0 and values["rollout/y"] == 3.0
+
+
+def test_turns_that_do_not_train_are_counted_once_by_reason():
+    def left(reason: str) -> Turn:
+        return Turn(1.0, trained=False, not_trained=reason)
+
+    turns = [Turn(1.0), left("top_p=0.9"), left("top_p=0.8"), left("aborted")]
+    values = rollout_metrics([row("a0", 0, 1.0, turns=turns), row("a0", 1, 1.0, turns=[left("shared")])])
+    counts = {k: v for k, v in values.items() if "not_trained_turns" in k}
+    name = "rollout/not_trained_turns"
+    assert counts == {name: 3, f"{name}/top_p": 2, f"{name}/aborted": 1}
 
 
 @pytest.fixture

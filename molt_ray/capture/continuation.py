@@ -6,12 +6,21 @@ after them is encoded from the template's own text, so that merges are the templ
 
 How the text after a turn is found: the turn's message is rendered with a mark as its last element, and what follows the mark
 is the turn's end and everything new. After tool calls that text begins only at the first stop token, for their closing syntax
-was sampled. A stop token that was sampled is not written twice.
+was sampled. What was sampled of a turn's end is not written twice:
+
+    the turn ended by               the template closes it by               what follows the sampled ids
+    the template's stop token       that token                              the text after it
+    another stop token              a stop token of its own                 the text after that: a turn ends once
+    a stop token                    no stop token: the next turn's opening  the text from there
+    a stop token that the template  something else, now that the turn is    a prefix break (template)
+      writes after a last turn        not the last one any more
+    length, or a stop string        anything                                all of it, less what was sampled already
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +29,7 @@ from molt_ray.capture.message import Message, has_thinking, is_text, reasoning_o
 from molt_ray.capture.template import Template
 
 MARK = "molt-mark-51c8e0"
+EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 
 
 class PrefixBreak(Exception):
@@ -80,23 +90,24 @@ def appended_ids(
     if reasoning_of(said) and reasoning_of(said) != reasoning_of(reply):
         raise PrefixBreak("edited", beside(reasoning_of(reply), reasoning_of(said)))
     marked = mark(said)
-    tail = after_mark(now, history, [marked, *now.messages[history + 1 :]], True)
-    after = turn_end(now, tail, history, marked, sampled)
+    _, tail = around_mark(now, history, [marked, *now.messages[history + 1 :]], True)
+    start, ended = turn_end(now, tail, history, marked, sampled)
+    after = tail[start:]
     if not text.endswith(after):
         raise PrefixBreak("template", beside(after, text[len(text) - len(after) :]))
     try:
         if not prompt.begins(text):
             raise prompt_break(now, text, history)
-        check_shown(now, text, text[prompt.length : len(text) - len(after)], history, reply)
+        shown = text[prompt.length : len(text) - len(after)]
+        check_shown(now, text, shown, history, reply)
+        check_lead(now, shown, history, reply, prompt, now.template.decode(sampled))
     except PrefixBreak as e:
         if e.reason != "thinking" or not keep_thinking:
             raise
         if not same_without_thinking(now, history):
             raise PrefixBreak("template", e.near) from e
-    ids = now.template.encode(after)
-    if ids and sampled and ids[0] == sampled[-1] and ids[0] in now.template.stop_ids:
-        return ids[1:]
-    return ids
+    # Encoded with the turn's end and then cut: some tokenizers let it swallow the white space behind it.
+    return now.template.encode(after)[1 if ended else 0 :]
 
 
 def mark(message: Message) -> Message:
@@ -116,28 +127,45 @@ def mark(message: Message) -> Message:
     return {**message, "content": (content or "").rstrip() + MARK}
 
 
-def after_mark(now: Conversation, history: int, following: list[Message], generation: bool) -> str:
-    """What the template writes after the mark, which is in the first of the messages that follow the history."""
+def around_mark(now: Conversation, history: int, following: list[Message], generation: bool) -> tuple[str, str]:
+    """What the template writes before and after the mark, which is in the first of the messages that follow the history."""
     before, found, tail = now.render([*now.messages[:history], *following], generation).rpartition(MARK)
     if not found or MARK in before:
-        raise PrefixBreak("thinking" if has_thinking(following[0]) else "template", tail[-80:])
-    return tail
+        hidden = has_thinking(following[0]) and not following[0].get("tool_calls")
+        raise PrefixBreak("thinking" if hidden else "template", tail[-80:])
+    return before, tail
 
 
-def turn_end(now: Conversation, tail: str, history: int, marked: Message, sampled: Sequence[int]) -> str:
-    """The part of `tail`, the text after the mark, that the sampled ids do not stand for."""
+def turn_end(now: Conversation, tail: str, history: int, marked: Message, sampled: Sequence[int]) -> tuple[int, bool]:
+    """Where in `tail`, the text after the mark, begins what the sampled ids do not stand for, and whether it begins with a stop token
+    that they do stand for. The cases are at the head of the module."""
     stops = {now.template.decode([i]): i for i in now.template.stop_ids}
     at, stop = min(((tail.find(s), s) for s in stops if s in tail), default=(-1, ""))
-    glue = after_mark(now, history, [marked], False)
+    alone = around_mark(now, history, [marked], False)[1]
+    closing = agreement(alone, tail)
     # A stop token that belongs to this turn: in its own closing text, or, where turns are closed by the next one's opening
     # token, right after it. Any later one closes another turn.
-    ours = at >= 0 and tail.startswith(glue) and at <= len(glue)
+    ours = 0 <= at <= closing
+    last = sampled[-1] if sampled and sampled[-1] in now.template.stop_ids else None
+    same = last is not None and stops.get(stop) == last
+    ended = ours and last is not None and (same or at + len(stop) <= closing)
     if marked.get("tool_calls"):
         if not ours:
             raise PrefixBreak("template", tail[:80])
-        return tail[at:]
-    ended = bool(sampled) and stops.get(stop) == sampled[-1]
-    return tail[at:] if ended and (ours or not tail[:at].strip()) else tail
+        return at, ended
+    if last is None:
+        return sampled_already(now, tail[:closing], sampled), False
+    if ended or (same and not tail[:at].strip()):
+        return at, True
+    if not ours and now.template.decode([last]) in alone:
+        raise PrefixBreak("template", beside(alone, tail))
+    return 0, False
+
+
+def sampled_already(now: Conversation, closing: str, sampled: Sequence[int]) -> int:
+    """How many characters of a turn's closing text the model sampled before it was cut. White space may be the reply's own."""
+    said = now.template.decode(sampled)
+    return next((n for n in range(len(closing), 0, -1) if closing[:n].strip() and said.endswith(closing[:n])), 0)
 
 
 def check_shown(now: Conversation, text: str, shown: str, history: int, reply: Message) -> None:
@@ -154,22 +182,56 @@ def check_shown(now: Conversation, text: str, shown: str, history: int, reply: M
         raise PrefixBreak("thinking" if stripped != answer and stripped in shown else "template", beside(answer, shown))
 
 
+def check_lead(now: Conversation, shown: str, history: int, reply: Message, prompt: Rendering, sampled: str) -> None:
+    """Raises unless what the template writes between the prompt and the reply's own text was sampled there, white space and thoughts
+    aside. It may be a header that the prompt ended without."""
+    said, thought = now.messages[history], reasoning_of(reply)
+    answer = text_of(said.get("content")).strip()
+    lead = shown[: shown.index(answer)] if answer in shown and answer else shown
+    if said.get("tool_calls"):
+        if answer and answer not in around_mark(now, history, [mark(said)], False)[0][prompt.length :]:
+            raise PrefixBreak("template", beside(sampled, shown))  # after its calls
+        plain = {key: value for key, value in said.items() if key != "tool_calls"} | {"content": MARK}
+        lead = around_mark(now, history, [plain], False)[0][prompt.length :]
+    written = squeezed(lead, thought)
+    if not squeezed(sampled, thought).startswith(written):
+        raise PrefixBreak("template", beside(sampled, shown))
+
+
+def squeezed(text: str, thought: str) -> str:
+    """The text without white space, the thought, and the tags around one."""
+    bare = "".join(text.split()).replace("".join(thought.split()), "", 1)
+    return bare.replace("<think>", "").replace("</think>", "")
+
+
 def prompt_break(now: Conversation, text: str, history: int) -> PrefixBreak:
     """Why the template no longer begins with what the turn was prompted with."""
     before, prompted = now.render(now.messages[:history], False), now.render(now.messages[:history], True)
-    # The generation prompt alone is gone when it opened a thought that is not shown of an old turn.
-    thinking = text.startswith(before) or any(has_thinking(m) for m in now.messages[: history + 1])
+    # The generation prompt alone is gone when it opened a thought that is not shown of an old turn; some templates show empty ones, too.
+    hidden = without_empty_thoughts(text).startswith(without_empty_thoughts(before))
+    thinking = hidden or any(has_thinking(m) for m in now.messages[: history + 1])
     return PrefixBreak("thinking" if thinking else "template", beside(prompted, text))
 
 
 def same_without_thinking(now: Conversation, history: int) -> bool:
     """Whether the template only appends, all thinking aside."""
     plain = [without_reasoning(m) for m in now.messages]
-    return now.render(plain).startswith(now.render(plain[:history], False))
+    before, whole = now.render(plain[:history], False), now.render(plain)
+    return without_empty_thoughts(whole).startswith(without_empty_thoughts(before))
+
+
+def without_empty_thoughts(text: str) -> str:
+    """Templates that show a turn's thought until the next user message write an empty one where there was none."""
+    return EMPTY_THOUGHT.sub("", text)
+
+
+def agreement(one: str, two: str) -> int:
+    """How many characters two texts have in common at their heads."""
+    return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
 def beside(old: str, new: str, width: int = 60) -> str:
     """The text around the first difference of two texts."""
-    at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    at = agreement(old, new)
     start = max(0, at - width // 2)
     return f"{old[start : at + width]!r} -> {new[start : at + width]!r}"

@@ -69,14 +69,14 @@ def beside(turn: SampledTurn, other: SampledTurn) -> bool:
 
 def not_trained(turn: SampledTurn, owned: bool, left: bool) -> str:
     """Why a turn does not train in a segment; empty when it does."""
+    if not owned:
+        return "shared"  # whatever else: each turn has its reason in one segment
     if turn.state != "finished":
         return "aborted"
     if not turn.delivered:
         return "undelivered"
     if turn.unusable:
         return turn.unusable
-    if not owned:
-        return "shared"
     return "abandoned" if left else ""
 
 

@@ -24,6 +24,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.utils.tool_calls_utils import maybe_filter_parallel_tool_calls
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers import merge_kwargs, renderer_from_config
@@ -139,6 +140,7 @@ class CaptureRenderer(OnlineRenderer):
         if exchange is not None:
             check_supported(request)
             fill_defaults(request, exchange.session.sampling)
+            asked_for = request.extract_structured_outputs()
         try:
             conversation, (engine_input,) = await super().preprocess_chat(
                 request,
@@ -159,6 +161,10 @@ class CaptureRenderer(OnlineRenderer):
             raise
         if exchange is None:
             return conversation, [engine_input]
+        if asked_for is None and request.tool_choice == "auto":
+            # For `strict` tools, a single call, and for some families always, vLLM decodes tool calls under a grammar of its own making.
+            # Nobody asked for one, the log-probs of the policy would be unusable, and it would never learn to write calls.
+            request.structured_outputs = None
         params = request.build_chat_params(default_template, default_template_content_format)
         params = params.with_defaults(merge_kwargs(default_template_kwargs, {"tools": tool_dicts}))
         kwargs = params.get_apply_chat_template_kwargs()
@@ -296,7 +302,8 @@ class CaptureEngineClient(EngineClient):
             text, request, enable_auto_tools=renderer.enable_auto_tools, model_output_token_ids=ids
         )
         message |= {"content": content or "", "reasoning": reasoning or ""}
-        # With no tools or tool_choice none, vLLM delivers no calls, whatever its parser found.
+        # With no tools or tool_choice none, vLLM delivers no calls, whatever its parser found, and but one where parallel ones are off.
+        calls = maybe_filter_parallel_tool_calls(list(calls or []), request)
         if calls and request.tools and request.tool_choice != "none":
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls

@@ -54,6 +54,24 @@ LOOKS_BACK = CHATML.replace(
     "m['role'] + '\\n'", "m['role'] + ((loop.previtem or {'content': ''})['content'] | length | string) + '\\n'"
 )
 
+# Another token ends a turn while it is the last one.
+REPLACES_END = CHATML.replace(
+    "'<|im_end|>\\n'", "('<|last|>' if loop.last and not add_generation_prompt else '<|im_end|>\\n')", 2
+)
+# Two tokens end a turn, of which an engine stops at the second only.
+CLOSES = CHATML.replace(
+    "{{ '<|im_end|>\\n' }}{% endfor %}",
+    "{{ ('<|close|>' if m['role'] == 'assistant' else '') + '<|im_end|>\\n' }}{% endfor %}",
+)
+# After a tool's result the model goes on without a header, which the template shows later.
+HEADS_LATE = CALLS.replace(
+    "{% if add_generation_prompt %}", "{% if add_generation_prompt and messages[-1]['role'] != 'tool' %}"
+)
+# Shows a turn's text behind its tool calls.
+CALLS_FIRST = CALLS.replace("'\\n' + (m['content'] or '') }}", "'\\n' }}").replace(
+    "{{ '<|im_end|>\\n' }}{% endfor %}", "{{ (m['content'] or '') + '<|im_end|>\\n' }}{% endfor %}"
+)
+
 TEMPLATES = {
     "chatml": CHATML,
     "headers": HEADERS,
@@ -66,6 +84,10 @@ TEMPLATES = {
     "counts_and_strips": COUNTS_AND_STRIPS,
     "unclosed": UNCLOSED,
     "looks_back": LOOKS_BACK,
+    "replaces_end": REPLACES_END,
+    "closes": CLOSES,
+    "heads_late": HEADS_LATE,
+    "calls_first": CALLS_FIRST,
 }
 
 
@@ -75,3 +97,4 @@ def template(name: str) -> HfTemplate:
 
 
 assert UNCLOSED != CALLS and LOOKS_BACK != CHATML
+assert CHATML not in (REPLACES_END, CLOSES) and CALLS not in (HEADS_LATE, CALLS_FIRST)

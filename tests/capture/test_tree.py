@@ -11,7 +11,7 @@ from molt_ray.capture.template import HfTemplate
 from molt_ray.capture.tree import SampledTurn, TokenTree
 from molt_ray.tiny import byte_tokenizer
 
-from .templates import template
+from .templates import TEMPLATES, template
 
 
 def user(text: str) -> dict[str, Any]:
@@ -330,6 +330,63 @@ def test_kept_thinking_does_not_excuse_other_rewriting():
     run = Rollout("counts_and_strips", keep_thinking=True)
     run.ask([user("one")], "<think>hm the weather</think>fine", THOUGHT)
     assert run.ask([user("one"), THOUGHT, user("two")], "B").placement.opened_by == "template"
+
+
+def rollout_of(text: str, *stops: str) -> Rollout:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<|last|>", "<|close|>"], special_tokens=True)
+    ids = tokenizer.convert_tokens_to_ids(list(stops))
+    return Rollout(HfTemplate(tokenizer, chat_template=text, stop_ids=ids))
+
+
+@pytest.mark.parametrize("reply", [said("fine"), said("see", tool_calls=[call({"at": "x"})])])
+def test_a_turn_that_ended_by_another_stop_token_is_ended_once(reply):
+    run = rollout_of(TEMPLATES["calls"], "<|im_end|>", "<|last|>")
+    sampled = (
+        "fine" if "tool_calls" not in reply else 'see<tool_call>{"name":"look","arguments":{"at":"x"}}</tool_call>'
+    )
+    first = run.ask([user("one")], sampled, reply, stop="<|last|>")
+    second = run.ask([user("one"), reply, user("two")], "B")
+    assert follows(second, first)
+    assert run.text(second).endswith(f"{sampled}<|last|>\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(("stop", "why"), [("<|last|>", "template"), (None, "")])
+def test_a_turn_s_end_that_the_template_replaces_later_breaks_the_prefix(stop, why):
+    run = rollout_of(TEMPLATES["replaces_end"], "<|last|>")
+    run.ask([user("one")], "A", stop=stop)
+    history = [user("one"), said("A"), user("two")]
+    second = run.ask(history, "B", stop=stop)
+    assert second.placement.opened_by == why and run.text(second) == run.template.render(history, None, True)
+
+
+@pytest.mark.parametrize(("sampled", "stop"), [("A", None), ("A<|close|>", None), ("A<|close|>", "<|im_end|>")])
+def test_what_was_sampled_of_a_turn_s_end_is_not_written_again(sampled, stop):
+    run = rollout_of(TEMPLATES["closes"], "<|im_end|>")
+    first = run.ask([user("one")], sampled, said("A"), stop=stop)
+    history = [user("one"), said("A"), user("two")]
+    second = run.ask(history, "B")
+    assert follows(second, first) and run.text(second) == run.template.render(history, None, True)
+
+
+def test_a_header_that_the_prompt_ended_without_breaks_the_prefix():
+    run = Rollout("heads_late")
+    reply = said("", tool_calls=[call({"at": "x"})])
+    first = run.ask([user("go")], '<tool_call>{"name":"look","arguments":{"at":"x"}}</tool_call>', reply)
+    history = [user("go"), reply, tool_message("a")]
+    assert follows(run.ask(history, "done"), first)
+    for last in (said("done"), said("done", tool_calls=[call({"at": "y"})])):
+        after = [*history, last, user("so?")]
+        run.ask(history, "done", last)
+        third = run.ask(after, "B")
+        assert third.placement.opened_by == "template" and third.parent is first
+
+
+def test_text_that_the_template_shows_behind_its_calls_breaks_the_prefix():
+    run = Rollout("calls_first")
+    reply = said("see", tool_calls=[call({"at": "x"})])
+    run.ask([user("go")], 'see<tool_call>{"name":"look","arguments":{"at":"x"}}</tool_call>', reply)
+    assert run.ask([user("go"), reply, tool_message("a")], "B").placement.opened_by == "template"
 
 
 def test_a_request_may_add_nothing_after_the_reply():
