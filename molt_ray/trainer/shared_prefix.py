@@ -63,8 +63,9 @@ def common_prefixes(prompts: list[np.ndarray]) -> list[tuple[list[int], int]]:
     saved, cut = [0], [0]  # of the first so many prompts: tokens saved at best, and where their last run begins
     for end in range(1, len(order) + 1):
         best = (saved[end - 1], end - 1)
+        prefix = len(prompts[order[end - 1]])  # that the prompts from `first` on have in common
         for first in range(end - 2, -1, -1):
-            prefix = min(common[first : end - 1])
+            prefix = min(prefix, common[first])
             if not prefix:
                 break
             best = max(best, (saved[first] + (end - 1 - first) * prefix, first))
@@ -96,7 +97,8 @@ def attend(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers over one row of bundles that fill it: query [1, H, S, D], key and value [1, Hkv, S, D] to
-    [1, S, H, D]. It is causal within each segment whatever `attention_mask` says: models without a mask for this function pass None."""
+    [1, S, H, D]. `attention_mask` is not looked at: the bundles say all, and transformers makes no mask for a function that it
+    does not know."""
     outputs = []
     for bundle in bundles:
         span = slice(bundle.start, bundle.start + bundle.prefix)
