@@ -20,7 +20,7 @@ from ray import serve
 from graphs.graph import Edge, Graph, Node
 from graphs.lifecycle import Timer, refuse_what_is_in_use, stop_on_signals, together
 from molt_ray import resources
-from molt_ray.algorithm.advantage import advantage_values
+from molt_ray.algorithm.advantage import advantage_values, estimator_of
 from molt_ray.config import Config
 from molt_ray.engine.fleet import Fleet
 from molt_ray.experience import Row
@@ -241,6 +241,7 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
     startup = {} if startup is None else startup
     refuse_what_is_in_use(config)
     keep = group_filter(config)
+    estimator_of(config.algo.advantage)  # a file of the user's own is told to be wrong now, not at the first batch
     quiet_data()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     async with AsyncExitStack() as stack:

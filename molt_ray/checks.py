@@ -9,6 +9,9 @@ from __future__ import annotations
 from molt_ray.config import Config, refuse
 
 GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "reinforce_baseline", "rloo"})  # they compare the samples of a group
+# Names beside path/to/file.py:name. Kept here because the functions' modules import numpy and torch.
+ESTIMATORS = GROUP_ESTIMATORS | {"reinforce", "flash_reinforce", "turn_credit"}
+LOSSES = frozenset({"ppo", "cispo", "gspo", "reinforce"})
 
 
 def check(config: Config) -> Config:
@@ -126,6 +129,14 @@ def check_exactness(c: Config) -> None:
 
 def check_algorithm(c: Config) -> None:
     actor, reward = c.actor, c.reward
+    for option, name, known in (
+        ("algo.advantage.estimator", c.algo.advantage.estimator, ESTIMATORS),
+        ("algo.advantage.token_estimator", c.algo.advantage.token_estimator, ESTIMATORS | {""}),
+        ("algo.group_filter", c.algo.group_filter, {""}),
+        ("actor.loss_mode", actor.loss_mode, LOSSES),
+    ):
+        if ":" not in name and name not in known:
+            refuse(option, name, f"give {', '.join([*sorted(known - {''}), 'path/to/file.py:name'])}")
     updates = c.rollout.batch_size // (c.train.batch_size or c.rollout.batch_size) * c.train.max_epochs
     if actor.dual_clip is not None and actor.loss_mode != "ppo":
         refuse("actor.dual_clip", actor.dual_clip, "belongs to --actor.loss_mode ppo; leave it out")

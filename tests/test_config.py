@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from molt_ray.config import Config, ConfigError, build, parse
+from molt_ray.config import Config, ConfigError, build, own_functions_from, parse
 
 ROOT = Path(__file__).parent.parent
 NEEDED = ["--actor.model_name_or_path", "m", "--train.agent_path", "a.py", "--data.prompt_dataset", "p.jsonl"]
@@ -65,6 +65,26 @@ def test_unknown_names_and_wrong_types_in_a_recipe(tree: dict, named: str):
         ([*NEEDED, "--rollout.top_p", "0.9"], "--rollout.top_p", "use 1"),
         ([*NEEDED, "--rollout.num_runners", "3", "--rollout.max_runners", "2"], "--rollout.max_runners 2", "at least"),
         ([*NEEDED, "--algo.advantage.is_correction_threshold", "2", "5"], "is_correction_threshold", "low <= 1"),
+        ([*NEEDED, "--algo.advantage.estimator", "gropo"], "--algo.advantage.estimator 'gropo'", "grpo, reinforce"),
+        ([*NEEDED, "--algo.advantage.token_estimator", "x"], "--algo.advantage.token_estimator 'x'", "turn_credit"),
+        ([*NEEDED, "--algo.group_filter", "mine.py"], "--algo.group_filter 'mine.py'", "path/to/file.py:name"),
+        ([*NEEDED, "--actor.loss_mode", "sppo"], "--actor.loss_mode 'sppo'", "cispo, gspo, ppo"),
+        ([*NEEDED, "--actor.loss_mode", "cispo"], "--actor.eps_clip_low_high", "use 0 5"),
+        ([*NEEDED, "--actor.loss_mode", "gspo", "--actor.dual_clip", "3"], "--actor.dual_clip 3.0", "leave it out"),
+        ([*NEEDED, "--actor.loss_mode", "reinforce", "--train.max_epochs", "2"], "--actor.loss_mode", "no ratio"),
+        (
+            [*NEEDED, "--actor.ratio_base", "engine", "--algo.advantage.is_correction_level", "geo"],
+            "is_correction_level 'geo'",
+            "count twice",
+        ),
+        ([*NEEDED, "--algo.advantage.is_correction_level", "binary_kl"], "is_correction_level", "mode mask"),
+        ([*NEEDED, "--reward.overlong_penalty", "1"], "--reward.overlong_penalty", "--reward.overlong_length"),
+        ([*NEEDED, "--algo.dynamic_filtering_range", "1", "0"], "dynamic_filtering_range", "low < high"),
+        (
+            [*NEEDED, "--algo.dynamic_filtering_enable", "True", "--rollout.n_samples_per_prompt", "1"],
+            "--algo.dynamic_filtering_enable",
+            "above 1",
+        ),
     ],
 )
 def test_contradictions_are_refused_with_the_remedy(flags: list[str], option: str, remedy: str):
@@ -76,6 +96,22 @@ def test_contradictions_are_refused_with_the_remedy(flags: list[str], option: st
 def test_correction_is_on_by_default_exactly_when_tokens_may_be_stale():
     assert parse(NEEDED).correction_level == "token"
     assert parse([*NEEDED, "--train.max_staleness", "0"]).correction_level == "off"
+    assert parse([*NEEDED, "--actor.ratio_base", "engine"]).correction_level == "off"
+
+
+def test_the_names_that_are_checked_are_those_of_the_functions():
+    from molt_ray import checks
+    from molt_ray.algorithm import advantage, loss, token_advantage
+
+    assert checks.ESTIMATORS == advantage.ESTIMATORS.keys() == token_advantage.STAGE_TWO.keys()
+    assert loss.LOSSES.keys() == checks.LOSSES
+
+
+def test_paths_of_own_functions_are_taken_from_the_callers_folder(tmp_path: Path):
+    config = parse([*NEEDED, "--actor.loss_mode", "mine.py:loss", "--algo.group_filter", "/at/mine.py:keep"])
+    own_functions_from(config, tmp_path)
+    assert config.actor.loss_mode == f"{tmp_path}/mine.py:loss"
+    assert (config.algo.group_filter, config.algo.advantage.estimator) == ("/at/mine.py:keep", "reinforce")
 
 
 def test_outputs_are_absolute_and_taken_from_the_root(tmp_path: Path):

@@ -137,6 +137,11 @@ ESTIMATORS: dict[str, Callable[[list[Row], AdvantageConfig], np.ndarray]] = {
 }
 
 
+def estimator_of(config: AdvantageConfig) -> Callable[[list[Row], AdvantageConfig], np.ndarray]:
+    """The configured first stage. Raises ConfigError for a path that has no function."""
+    return function_of(config.estimator, ESTIMATORS, "algo.advantage.estimator")
+
+
 def advantage_values(rows: list[Row], config: Config) -> tuple[np.ndarray, np.ndarray]:
     """Stage (i) as configured: (values float64 [len(rows)] or [len(rows), turns], 0 where a row does not train; trains bool [len(rows)]).
 
@@ -145,8 +150,7 @@ def advantage_values(rows: list[Row], config: Config) -> tuple[np.ndarray, np.nd
     advantage = config.algo.advantage
     usable = shaped(rows, config.reward)
     trains = trainable(rows, config.reward)
-    estimator = function_of(advantage.estimator, ESTIMATORS, "algo.advantage.estimator")
-    found = np.asarray(estimator(usable, advantage), np.float64)
+    found = np.asarray(estimator_of(advantage)(usable, advantage), np.float64)
     if found.ndim not in (1, 2) or len(found) != len(usable):
         raise ValueError(
             f"--algo.advantage.estimator {advantage.estimator!r} returned the shape {found.shape} for {len(usable)} rows: one value "

@@ -72,7 +72,8 @@ def reinforce(batch: TokenBatch, config: AdvantageConfig, reduce: Reduce) -> tor
 
 
 # (this rank's tokens, options, reduce) -> float32 [N]
-STAGE_TWO: dict[str, Callable[[TokenBatch, AdvantageConfig, Reduce], torch.Tensor]] = {
+TokenEstimator = Callable[[TokenBatch, AdvantageConfig, Reduce], torch.Tensor]
+STAGE_TWO: dict[str, TokenEstimator] = {
     "reinforce": reinforce,
     "reinforce_baseline": whitened,
     "rloo": plain,
@@ -83,16 +84,18 @@ STAGE_TWO: dict[str, Callable[[TokenBatch, AdvantageConfig, Reduce], torch.Tenso
 }
 
 
-def token_estimator(config: AdvantageConfig) -> Callable[[TokenBatch, AdvantageConfig, Reduce], torch.Tensor]:
-    """Stage (ii) as configured. Raises ConfigError for a name that nothing has."""
+def token_estimator(config: AdvantageConfig) -> TokenEstimator:
+    """Stage (ii) as configured. Raises ConfigError for a path that has no function."""
     if config.token_estimator:
         return function_of(config.token_estimator, STAGE_TWO, "algo.advantage.token_estimator")
     return STAGE_TWO.get(config.estimator, whitened)
 
 
-def token_advantages(batch: TokenBatch, config: AdvantageConfig, reduce: Reduce) -> torch.Tensor:
+def token_advantages(
+    estimator: TokenEstimator, batch: TokenBatch, config: AdvantageConfig, reduce: Reduce
+) -> torch.Tensor:
     """float32 [N]. Raises ValueError when a function of the user's own returns another shape."""
-    advantages = token_estimator(config)(batch, config, reduce)
+    advantages = estimator(batch, config, reduce)
     if advantages.shape != batch.values.shape:
         raise ValueError(
             f"the token estimator returned the shape {tuple(advantages.shape)} for {len(batch.values)} action tokens"

@@ -12,7 +12,7 @@ import time
 import torch
 
 from molt_ray.algorithm.kl import k1
-from molt_ray.algorithm.token_advantage import TokenBatch, token_advantages
+from molt_ray.algorithm.token_advantage import TokenBatch, token_advantages, token_estimator
 from molt_ray.config import Config
 from molt_ray.handoff import StepPlan
 from molt_ray.trainer.collate import MicroBatch, Sample, collate, lay_out
@@ -33,6 +33,7 @@ class Learner:
         self.model = load_policy(config, mesh)
         self.dtype = compute_dtype(config, mesh.device)
         self.objective = Objective(config)
+        self.token_advantages = token_estimator(config.algo.advantage)  # loaded once: a path is imported each time
         self.optimizer = PolicyOptimizer(
             self.model, mesh, defer_partial_gradients(self.model), config.actor, total_steps
         )
@@ -92,7 +93,7 @@ class Learner:
             counts=torch.cat([nothing.long(), *(b.counts for b in flat)]),
             logp=torch.cat(before).cpu() if known else None,
         )
-        advantages = token_advantages(tokens, self.config.algo.advantage, self.mesh.sum)
+        advantages = token_advantages(self.token_advantages, tokens, self.config.algo.advantage, self.mesh.sum)
         device, sizes = self.mesh.device, [len(b.target) for b in flat]
         work = [
             Work(batch, advantage.to(device), batch.behaviour.to(device), logp)

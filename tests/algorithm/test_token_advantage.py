@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from molt_ray.algorithm.sequence import alone
-from molt_ray.algorithm.token_advantage import TokenBatch, token_advantages, whiten
+from molt_ray.algorithm.token_advantage import TokenBatch, token_advantages, token_estimator, whiten
 from molt_ray.config import AdvantageConfig
 
 VALUES, COUNTS = [2.0, -1.0, 0.5], [3, 0, 2]
@@ -16,7 +16,8 @@ FLAT = np.repeat(VALUES, COUNTS)
 
 def tokens(name: str, **options: object) -> np.ndarray:
     batch = TokenBatch(torch.tensor(FLAT), torch.tensor(COUNTS))
-    return token_advantages(batch, AdvantageConfig(estimator=name, **options), alone).numpy()
+    config = AdvantageConfig(estimator=name, **options)
+    return token_advantages(token_estimator(config), batch, config, alone).numpy()
 
 
 def test_reinforce_is_the_discounted_return_to_go() -> None:
@@ -50,7 +51,8 @@ def test_the_second_stage_can_be_chosen_by_itself() -> None:
 def test_no_tokens_at_all() -> None:
     empty = TokenBatch(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64))
     for name in ("reinforce", "grpo"):
-        assert token_advantages(empty, AdvantageConfig(estimator=name), alone).shape == (0,)
+        config = AdvantageConfig(estimator=name)
+        assert token_advantages(token_estimator(config), empty, config, alone).shape == (0,)
 
 
 def test_whitening_over_ranks_equals_whitening_of_all_tokens() -> None:
