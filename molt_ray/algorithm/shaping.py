@@ -1,7 +1,7 @@
 """What happens to rewards before the estimator, and which rollouts train. Numpy only: it runs in the driver.
 
 Guarantees: the rows that came in are not changed; a reward that is missing or not finite leaves every statistic together with its
-rollout, and is counted, not replaced.
+rollout; it is never replaced. (Workers fail such rollouts before, as `bad_reward`.)
 """
 
 from __future__ import annotations
