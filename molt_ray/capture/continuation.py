@@ -149,12 +149,13 @@ def turn_end(now: Conversation, tail: str, history: int, marked: Message, sample
     last = sampled[-1] if sampled and sampled[-1] in now.template.stop_ids else None
     same = last is not None and stops.get(stop) == last
     ended = ours and last is not None and (same or at + len(stop) <= closing)
+    already = sampled_already(now, tail[:closing], sampled) if last is None else 0
     if marked.get("tool_calls"):
-        if not ours:
+        if not ours and not already:
             raise PrefixBreak("template", tail[:80])
-        return at, ended
+        return (at, ended) if ours else (already, False)
     if last is None:
-        return sampled_already(now, tail[:closing], sampled), False
+        return already, False
     if ended or (same and not tail[:at].strip()):
         return at, True
     if not ours and now.template.decode([last]) in alone:

@@ -83,43 +83,43 @@ def check(tree: Any, history: list[Asked], template: Any, rules: Rules) -> None:
     made_by = {id(t): asked for asked in history for t in asked.turns}
     assert len(made_by) == len(tree.turns)
     for asked in history:
-        possible = []
-        for turn in tree.turns[: asked.now]:
-            for rest in rests(asked, turn, made_by[id(turn)], rules)[:1]:
-                possible.append((len(made_by[id(turn)].messages), turn, rest))
+        possible = [(len(made_by[id(t)].messages), t) for t in tree.turns[: asked.now]]
+        ways = {id(t): rests(asked, t, made_by[id(t)], rules) for _, t in possible}
+        longest = max((n for n, t in possible if ways[id(t)]), default=0)
+        best = [t for n, t in possible if n == longest and ways[id(t)]]
         for turn in asked.turns:
-            longest = max((n for n, *_ in possible), default=0)
-            best = [(t, rest) for n, t, rest in possible if n == longest]
             if not best:
                 assert turn.parent is None, f"goes on from a turn that it does not repeat: {asked.text[-300:]!r}"
                 assert turn.prompt_ids == template.encode(asked.text)
                 continue
-            assert turn.parent is not None, (
-                f"could go on from {template.decode(best[0][0].token_ids)!r} but opened a segment: "
+            assert turn.parent in best, (
+                f"could go on from {template.decode(best[0].token_ids)!r} but opened a segment: "
                 f"{turn.placement.opened_by} {turn.placement.near}"
             )
-            (rest,) = [rest for t, rest in best if t is turn.parent]
-            check_tail(turn, rest, template, rules)
+            wrong = [what_is_wrong(turn, rest, template, rules) for rest in ways[id(turn.parent)]]
+            assert "" in wrong, wrong
 
 
-def check_tail(turn: Any, rest: str, template: Any, rules: Rules) -> None:
-    """The turn's prompt is its parent's ids as they were and then `rest`, less what the parent sampled of it."""
+def what_is_wrong(turn: Any, rest: str, template: Any, rules: Rules) -> str:
+    """Empty if the turn's prompt is its parent's ids as they were and then `rest`, less what the parent sampled of it."""
     parent = turn.parent
     own = parent.prompt_ids + parent.token_ids
-    assert turn.prompt_ids[: len(own)] == own
     added = turn.prompt_ids[len(own) :]
     text, sampled = template.decode(added), template.decode(parent.token_ids)
-    assert added == template.encode(text)
-    ended = parent.token_ids[-1:] if parent.token_ids and parent.token_ids[-1] in rules.stops else []
-    stop = template.decode(ended)
-    assert rest.endswith(text), (rest, text)
-    mine = rest[: len(rest) - len(text)]
+    if turn.prompt_ids[: len(own)] != own or added != template.encode(text):
+        return f"other ids than the turn's and then those of {text!r}"
+    if not rest.endswith(text):
+        return f"{text!r} does not end {rest!r}"
     # What is not appended was sampled: the turn's end, and what the model writes before it.
-    if mine and not sampled.endswith(mine):
-        other = next((s for s in map(lambda i: template.decode([i]), rules.stops) if mine.endswith(s)), None)
-        assert other and ended and sampled.removesuffix(stop).endswith(mine.removesuffix(other)), (sampled, mine)
-    for closer in (*([stop] if stop else []), *rules.closers):
-        twice = sampled.endswith(closer) and text.startswith(closer) and not rest.startswith(closer * 2)
-        assert not twice, f"the turn's end stands twice: {closer}"
-    if stop and any(text.startswith(s) for s in rules.ends):
-        assert stop not in rules.ends, f"a turn that ended by {stop} is ended again: {text[:40]!r}"
+    mine = rest[: len(rest) - len(text)]
+    stop = template.decode([i for i in parent.token_ids[-1:] if i in rules.stops])
+    if not sampled.endswith(mine):
+        other = next((s for s in (template.decode([i]) for i in rules.stops) if mine.endswith(s)), "")
+        if not (stop and other and sampled.removesuffix(stop).endswith(mine.removesuffix(other))):
+            return f"{mine!r} is neither sampled nor appended"
+    for closer in filter(None, (stop, *rules.closers)):
+        if sampled.endswith(closer) and text.startswith(closer) and not rest.startswith(closer * 2):
+            return f"{closer} stands twice"
+    if stop in rules.ends and text.startswith(rules.ends):
+        return f"a turn that ended by {stop} is ended again: {text[:40]!r}"
+    return ""

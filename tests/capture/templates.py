@@ -56,7 +56,8 @@ LOOKS_BACK = CHATML.replace(
 
 # Another token ends a turn while it is the last one.
 REPLACES_END = CHATML.replace(
-    "'<|im_end|>\\n'", "('<|last|>' if loop.last and not add_generation_prompt else '<|im_end|>\\n')", 2
+    "{{ '<|im_end|>\\n' }}{% endfor %}",
+    "{{ '<|last|>' if loop.last and not add_generation_prompt else '<|im_end|>\\n' }}{% endfor %}",
 )
 # Two tokens end a turn, of which an engine stops at the second only.
 CLOSES = CHATML.replace(

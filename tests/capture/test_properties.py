@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molt_ray.capture.tree import SampledTurn
-from molt_ray.experience import CONTEXT
+from molt_ray.experience import CONTEXT, experiences_of
 
 from .test_tree import Rollout, call, said, tool_message, user
 
@@ -27,10 +28,14 @@ STEP = st.fixed_dictionaries(
         "where": st.integers(0, 7),
     }
 )
+ROLLOUT = dict(
+    rollout_id="r", group_id="g", prompt_id=0, score=0.5, turn_rewards=[], info={}, truncated=False, aborted=False
+)
+WITH_CALLS = ("calls", "chatml", "heads_late", "calls_first")
 
 
 def sample(run: Rollout, messages: list, step: dict, name: str) -> tuple[SampledTurn, dict]:
-    thought, tool = step["thought"], step["tool"] and name in ("calls", "chatml") and not step["cut"]
+    thought, tool = step["thought"], step["tool"] and name in WITH_CALLS and not step["cut"]
     thought = thought if name in ("strips", "shows", "chatml") else ""
     sampled = (f"<think>{thought}</think>" if thought else "") + step["text"]
     reply = said(step["text"], **({"reasoning": thought} if thought else {}))
@@ -89,7 +94,9 @@ def check_context(run: Rollout, turn: SampledTurn, messages: list, keep: bool) -
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.sampled_from(["chatml", "headers", "openings", "strips", "shows", "calls"]),
+    st.sampled_from(
+        ["chatml", "headers", "openings", "strips", "shows", "calls", "closes", "heads_late", "calls_first"]
+    ),
     st.booleans(),
     st.lists(STEP, max_size=8),
 )
@@ -105,12 +112,17 @@ def test_every_trained_id_was_sampled_there_and_is_trained_once(name, keep, step
             at = [i for i in range(len(ids)) if segment.turn_index[i] == index]
             if not at:
                 continue
-            (sampled, *_) = [t for t in by_context[tuple(ids[: at[0]])] if t.token_ids == [ids[i] for i in at]]
-            assert segment.versions[at[0]] in {t.versions[0] for t in tree.turns if t.versions}
+            same = [t for t in by_context[tuple(ids[: at[0]])] if t.token_ids == [ids[i] for i in at]]
+            (sampled,) = [
+                t for t in same if t.versions == segment.versions[at].tolist()
+            ]  # each turn has a version of its own
+            assert np.allclose(segment.logprobs[at], sampled.logprobs)
             if turn.trained:
                 counted[(tuple(ids[: at[0]]), tuple(sampled.token_ids))] += 1
                 assert segment.action_mask[at].all()
         context = segment.turn_index == CONTEXT
         assert not segment.action_mask[context].any() and not segment.logprobs[context].any()
     possible = Counter((tuple(t.prompt_ids), tuple(t.token_ids)) for t in tree.turns if t.state == "finished")
+    rows = [e.row for e in experiences_of(segments, reward=0.5, **ROLLOUT)]
+    assert all(r.reward == 0.5 and r.n_segments == len(segments) for r in rows)
     assert counted == possible  # here every finished turn was delivered and is trainable
