@@ -325,7 +325,7 @@ async def test_a_blocking_agent_that_never_returns_is_killed_and_the_pool_recove
     source = "import time\n" + env(
         "while state['label'] == 'hang':\n    time.sleep(60)\nreturn Result(1.0)", kind="def"
     )
-    worker = make_worker(source, says("a" + END), rollout={"timeout_s": 1.0, "max_retries": 0, "blocking_processes": 2})
+    worker = make_worker(source, says("a" + END), rollout={"timeout_s": 5.0, "max_retries": 0, "blocking_processes": 2})
     assert (await run(worker, n=2, label="hang")).failed == "timeout"
     assert worker.children.free == []
     answer = await run(worker, n=4, label="go")
