@@ -1,6 +1,7 @@
 """Task families: rows that repeat for a seed and never repeat a question, verdicts of the families themselves, refusals by name."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -30,6 +31,23 @@ def test_families_are_mixed_by_weight_and_no_question_repeats():
     assert (families.count("number_sorting"), families.count("chain_sum")) == (67, 33)
     assert len({row["prompt"] for row in rows}) == 100
     assert set(families[:20]) == set(TASKS)  # mixed, not one after the other
+
+
+QUICK = sorted(set(DATASETS) - set(REFUSED) - {"arc_agi", "rearc", "acre", "figlet_font", "futoshiki", "knight_swap"})
+
+
+def test_no_family_depends_on_the_order_of_pythons_sets():
+    """Two processes with other hash seeds: a resumed run must find its prompts again."""
+    code = f"from molt_ray.tasks import generate\nfor f in {QUICK}: print(repr([r['prompt'] for r in generate({{f: {{}}}}, 3, 0)]))"
+    said = []
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True, env=env
+        )
+        said.append(done.stdout.splitlines())
+    differing = [family for family, one, other in zip(QUICK, *said[:2], strict=False) if one != other]
+    assert differing == [] and len(said[0]) >= len(QUICK)
 
 
 def test_nearby_seeds_share_no_run_of_questions():
@@ -92,6 +110,8 @@ def test_a_guard_lets_plain_answers_through(family: str, answer: str, score: flo
         ({"chain_sum": {"seed": 3}}, "no option 'seed'; set --data.task_seed"),
         ({"chain_sum": {"min_terms": 9}}, "refused by the family.*max_terms must be"),
         ({"chain_sum": {"min_terms": "many"}}, "refused by the family"),
+        ({"number_sorting": {"min_numbers": 1.5}}, "makes no question with"),
+        ({"ransom_note": {}}, "other questions in each process"),
         ({"chain_sum": {"weight": 0}}, "weight 0 must be a number above 0"),
         ({"chain_sum": 3}, "expected a mapping"),
         ({"composite": {}}, "composite: name its families"),
