@@ -122,14 +122,14 @@ class Kitchen:
         renderer.placed = noted
 
     @classmethod
-    async def open(cls, family: Family, folder: Path) -> Kitchen:
+    async def open(cls, family: Family, folder: Path, base: Path) -> Kitchen:
         from transformers import AutoTokenizer
 
         from molt_ray.capture.session import SessionIds, Sessions
         from molt_ray.config import Config
         from molt_ray.engine.api_app import build_gate
 
-        make_folder(family, folder)
+        make_folder(family, folder, base)
         capture = {"tool_call_parser": family.tools, "reasoning_parser": family.reasoning}
         config = Config(actor={"model_name_or_path": str(folder)}, data={"max_len": MAX_LEN}, capture=capture)
         sessions = Sessions(SessionIds(b"test secret"), "127.0.0.1:1", lease_s=600)

@@ -1,7 +1,7 @@
 """How each family of chat templates writes: its special tokens, its ways to end a turn, to think and to call tools.
 
-A family is a tokenizer (SmolLM2's where it was built, else the byte tokenizer of the tests) with the family's special tokens added,
-a chat template, and the vLLM parsers that read what such a model samples.
+A family is SmolLM2's tokenizer with the family's special tokens added, a chat template, and the vLLM parsers that read what such a
+model samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from .templates import TEMPLATES
 
 HERE = Path(__file__).parent
 PUBLISHED = HERE.parents[2] / "shared" / "chat_templates"  # not part of the project
-SMOLLM2 = HERE.parents[1] / "build" / "smollm2-135m"
 
 Call = tuple[str, dict[str, Any]]  # name, arguments
 
@@ -281,29 +280,26 @@ OWN_FAMILIES = [
 ]
 
 
-def tokenizer_of(family: Family) -> Any:
-    """The base tokenizer with the family's tokens and template."""
+def tokenizer_of(family: Family, base: Path) -> Any:
+    """The tokenizer of the model in `base` with the family's tokens and template."""
     from tokenizers import AddedToken
     from transformers import AutoTokenizer
 
-    from molt_ray.tiny import byte_tokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2) if SMOLLM2.exists() else byte_tokenizer()
-    added = [AddedToken(t, special=True, normalized=False) for t in (*family.special, *family.stops)]
-    added += [AddedToken(t, special=False, normalized=False) for t in family.plain]
-    tokenizer.add_tokens(added[: len(added) - len(family.plain)], special_tokens=True)
-    tokenizer.add_tokens(added[len(added) - len(family.plain) :])
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    special = [AddedToken(t, special=True, normalized=False) for t in (*family.special, *family.stops)]
+    tokenizer.add_tokens(special, special_tokens=True)
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in family.plain])
     tokenizer.eos_token = family.ends
     tokenizer.bos_token = family.bos or None
     tokenizer.chat_template = family.template
     return tokenizer
 
 
-def make_folder(family: Family, folder: Path) -> Path:
+def make_folder(family: Family, folder: Path, base: Path) -> Path:
     """A model's folder as far as the capture endpoint reads one: no weights."""
     from transformers import LlamaConfig
 
-    tokenizer = tokenizer_of(family)
+    tokenizer = tokenizer_of(family, base)
     tokenizer.save_pretrained(folder)
     LlamaConfig(
         vocab_size=len(tokenizer),

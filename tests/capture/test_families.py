@@ -38,8 +38,8 @@ BREAKS = {
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", params=FAMILIES, ids=lambda f: f.name)
-async def kitchen(request, tmp_path_factory):
-    return await Kitchen.open(request.param, tmp_path_factory.mktemp(request.param.name))
+async def kitchen(request, tmp_path_factory, smollm2):
+    return await Kitchen.open(request.param, tmp_path_factory.mktemp(request.param.name), smollm2)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
