@@ -12,8 +12,8 @@ export PATH
 
 .PHONY: train test lint bench stop clean
 
-# What the recipe names under build/ is made first.
-BUILT := $(addsuffix /config.json,$(shell grep -oE 'build/[A-Za-z0-9_.-]+' $(RECIPE) | sort -u))
+# What the recipe names under build/ is made first; the mark is written last, so that what was interrupted is made again.
+BUILT := $(addsuffix /.made,$(shell grep -oE 'build/[A-Za-z0-9_.-]+' $(RECIPE) | sort -u))
 
 train: .venv/ready $(BUILT)
 	@scripts/head.sh
@@ -38,8 +38,8 @@ clean:
 .venv/ready: pyproject.toml scripts/setup.sh
 	scripts/setup.sh
 
-build/last_digit/config.json: molt_ray/tiny.py | .venv/ready
-	.venv/bin/python -m molt_ray.tiny build/last_digit
+build/last_digit/.made: molt_ray/tiny.py | .venv/ready
+	.venv/bin/python -m molt_ray.tiny build/last_digit && touch $@
 
-build/smollm2-135m/config.json: | .venv/ready
-	.venv/bin/python -m molt_ray.smollm2 build/smollm2-135m
+build/smollm2-135m/.made: molt_ray/smollm2.py | .venv/ready
+	.venv/bin/python -m molt_ray.smollm2 build/smollm2-135m && touch $@
