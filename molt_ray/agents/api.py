@@ -47,10 +47,10 @@ class Env:
     be killed. A fresh Env per rollout.
 
     `state` is a new dict at each call. To `reset`: observation_text (the prompt's last user message; also as observation),
-    messages, label, options (the agent's own, see runners.py), images, sampling_params. To `step`: observation_text (the whole context as text, template included),
-    action_text (what the policy said, special tokens included), action_message (the same without them), label, options, images,
-    messages, prompt_ids, action_ids, finish_reason (stop or length), turn (from 0), remaining (tokens left of the budget),
-    sampling_params, and whatever else `reset` returned.
+    messages, label, options (the agent's own, see runners.py), images, sampling_params. To `step`: observation_text (the whole
+    context as text, template included), action_text (what the policy said, special tokens included), action_message (the same
+    without them), label, options, images, messages, prompt_ids, action_ids, finish_reason (stop or length), turn (from 0),
+    remaining (tokens left of the budget), sampling_params, and whatever else `reset` returned.
     """
 
     def reset(self, state: dict[str, Any]) -> dict[str, Any] | None:
