@@ -107,7 +107,7 @@ class Loop:
     async def run(self) -> None:
         """Trains until the prompts are used up, `train.max_steps` is reached, or the reward is."""
         upcoming = asyncio.create_task(self.prepare(self.version))
-        evaluation = self.evaluate(self.config.eval.eval_at_start)
+        evaluation = asyncio.create_task(self.evaluate(self.config.eval.eval_at_start))
         try:
             while not self.done() and (step := await self.awaited(upcoming)) is not None:
                 upcoming = asyncio.create_task(self.prepare(self.version + 1))
@@ -119,7 +119,7 @@ class Loop:
                     await self.refit()
                 self.dispatcher.refitted(self.version, step.groups)
                 await self.report(step, trained)
-                evaluation = self.evaluate(self.config.eval.due(self.step))
+                evaluation = asyncio.create_task(self.evaluate(self.config.eval.due(self.step)))
                 del step  # the last hold on its packs: they are freed before the next batch is waited for
             await evaluation
             upcoming.cancel()
@@ -129,19 +129,14 @@ class Loop:
             evaluation.cancel()
             await asyncio.gather(upcoming, evaluation, return_exceptions=True)
 
-    def evaluate(self, due: bool) -> asyncio.Task[None]:
-        """Starts an evaluation of the engines' weights, if one is `due`; the next refit waits for it, the training does not."""
-
-        async def work() -> None:
-            if self.evaluator is not None and due:
-                begun = time.monotonic()
-                evaluation = await self.evaluator.run(self.version, f"s{self.step}")
-                self.log.write_evaluation(
-                    self.step,
-                    {**evaluation.metrics(), "version": self.version, "timing/eval": time.monotonic() - begun},
-                )
-
-        return asyncio.create_task(work())
+    async def evaluate(self, due: bool) -> None:
+        """An evaluation of the engines' weights, if one is `due`; the next refit waits for it, the training does not."""
+        if self.evaluator is None or not due:
+            return
+        seconds: dict[str, float] = {}
+        with Timer(seconds, "timing/eval"):
+            evaluation = await self.evaluator.run(self.version, f"s{self.step}")
+        self.log.write_evaluation(self.step, {**evaluation.metrics(), "version": self.version, **seconds})
 
     def done(self) -> bool:
         goal, limit, recent = self.config.train.target_reward, self.config.train.max_steps, self.log.recent_reward

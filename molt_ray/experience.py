@@ -162,6 +162,20 @@ class Pack:
         return sum(c.nbytes for c in self.columns.values()) + self.offsets.nbytes
 
 
+def one_per_rollout(rows: list[Row]) -> list[Row]:
+    """The first row of each rollout: its segments share reward, score and info."""
+    first: dict[str, Row] = {}
+    for row in rows:
+        first.setdefault(row.rollout_id, row)
+    return list(first.values())
+
+
+def mean_score(rows: list[Row]) -> float:
+    """Of the rollouts, not of their segments."""
+    rollouts = one_per_rollout(rows)
+    return sum(row.score for row in rollouts) / len(rollouts)
+
+
 def token_payload(segment: Segment) -> Payload:
     """Column family (a) of one segment."""
     temperatures = np.ones(len(segment), np.float32)

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
-from molt_ray.experience import Row
+from molt_ray.experience import Row, one_per_rollout
 
 # Shown in the Ray dashboard beside the node's own metrics; everything is in metrics.jsonl.
 RAY_GAUGES = ("rollout/reward_mean", "train/staleness_max", "timing/step_total", "perf/tokens_per_s")
@@ -22,10 +22,7 @@ RAY_GAUGES = ("rollout/reward_mean", "train/staleness_max", "timing/step_total",
 def rollout_metrics(rows: list[Row]) -> dict[str, float]:
     """Numbers of one batch, per rollout and not per segment. Agents' info keys may differ between rollouts: each is averaged
     over the rollouts that gave it."""
-    first: dict[str, Row] = {}
-    for row in rows:
-        first.setdefault(row.rollout_id, row)
-    rollouts = list(first.values())
+    rollouts = one_per_rollout(rows)
     rewards = [r.reward for r in rollouts]
     mean = sum(rewards) / len(rewards)
     groups: dict[str, list[float]] = {}

@@ -14,7 +14,7 @@ import numpy as np
 
 from molt_ray.algorithm.shaping import has_reward, shaped, trainable
 from molt_ray.config import AdvantageConfig, Config
-from molt_ray.experience import Row
+from molt_ray.experience import Row, one_per_rollout
 from molt_ray.plugins import function_of
 
 
@@ -77,8 +77,7 @@ def grpo(rows: list[Row], config: AdvantageConfig) -> np.ndarray:
 
 def batch_mean_baseline(rows: list[Row], config: AdvantageConfig) -> np.ndarray:
     """Reward minus the mean over the batch's rollouts: FlashREINFORCE, which samples each prompt once."""
-    rewards = {row.rollout_id: row.reward for row in rows}
-    mean = np.mean(list(rewards.values())) if rewards else 0.0
+    mean = np.mean([row.reward for row in one_per_rollout(rows)]) if rows else 0.0
     return np.array([row.reward - mean for row in rows], np.float64)
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from molt_ray.algorithm.sequence import Reduce
 from molt_ray.config import AdvantageConfig
 from molt_ray.plugins import function_of
-
-Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)

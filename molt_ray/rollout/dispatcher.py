@@ -16,7 +16,7 @@ from typing import Any
 
 from molt_ray.config import Config
 from molt_ray.errors import RunError
-from molt_ray.experience import Row
+from molt_ray.experience import Row, mean_score
 from molt_ray.rollout.calls import stream_group
 from molt_ray.rollout.messages import Failure, GroupTask
 from molt_ray.rollout.pool import Group, GroupPool
@@ -101,12 +101,10 @@ class Dispatcher:
     def _task(self, group: Group) -> GroupTask:
         prompt = self.prompts[group.key.index]
         rollout = self.config.rollout
-        return GroupTask(
+        return GroupTask.of(
+            prompt,
             group_id=group.group_id,
             prompt_id=group.key.index,
-            prompt=prompt["prompt"],
-            label=prompt["label"],
-            tools=prompt["tools"],
             n=rollout.n_samples_per_prompt,
             seed=zlib.crc32(f"{self.config.train.seed}/{group.group_id}".encode()),
             attempt=group.attempt,
@@ -151,8 +149,7 @@ class Dispatcher:
         except Exception as e:  # of the user's own filter: every group would go the same way
             self._broken = RolloutError(f"the group filter failed on {group.group_id}: {e!r}\n{traceback.format_exc()}")
             reason = "filter_error"
-        scores = {row.rollout_id: row.score for row in rows}
-        self.sampled.append((sum(scores.values()) / len(scores), not reason))
+        self.sampled.append((mean_score(rows), not reason))
         if reason:
             self.pool.filtered(group.group_id, reason)
         else:

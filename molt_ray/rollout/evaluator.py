@@ -17,7 +17,7 @@ from typing import Any
 
 from molt_ray.config import Config
 from molt_ray.errors import RunError
-from molt_ray.experience import Row
+from molt_ray.experience import Row, one_per_rollout
 from molt_ray.rollout.calls import stream_group
 from molt_ray.rollout.messages import GroupTask
 
@@ -33,24 +33,20 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """`pass1`: mean score per rollout (avg@n); `pass1_se`: its standard error over prompts; `pass<n>`: mean of each prompt's best;
         and the mean of each info the agent gave, with its standard error."""
-        scores = [[row.score for row in first_rows(rows)] for rows in self.groups]
+        groups = [one_per_rollout(rows) for rows in self.groups]
+        scores = [[row.score for row in rollouts] for rollouts in groups]
         out = {"eval/num_prompts": float(len(scores)), "eval/failed_prompts": float(self.failed.total())}
         if not scores:
             return out
         out |= mean_and_error("eval/pass1", [sum(s) / len(s) for s in scores])
         if (n := max(map(len, scores))) > 1:
             out |= mean_and_error(f"eval/pass{n}", [max(s) for s in scores])
-        for key in sorted({key for rows in self.groups for row in rows for key in row.info}):
-            given = [[row.info[key] for row in first_rows(rows) if key in row.info] for rows in self.groups]
+        for key in sorted({key for rollouts in groups for row in rollouts for key in row.info}):
+            given = [[row.info[key] for row in rollouts if key in row.info] for rollouts in groups]
             out |= mean_and_error(f"eval/{key}", [sum(v) / len(v) for v in given if v])
         every = [row for rows in self.groups for row in rows]
         out["eval/response_length_mean"] = sum(row.action_tokens for row in every) / sum(map(len, scores))
         return out
-
-
-def first_rows(rows: list[Row]) -> list[Row]:
-    """One row a rollout: its segments share reward, score and info."""
-    return list({row.rollout_id: row for row in reversed(rows)}.values())
 
 
 def mean_and_error(name: str, values: list[float]) -> dict[str, float]:
@@ -109,14 +105,10 @@ class Evaluator:
         evaluation.groups.append(rows)
 
     def task(self, index: int, name: str) -> GroupTask:
-        prompt = self.prompts[index]
-        group_id = f"eval-{name}-p{index}"
-        return GroupTask(
-            group_id=group_id,
+        return GroupTask.of(
+            self.prompts[index],
+            group_id=f"eval-{name}-p{index}",
             prompt_id=index,
-            prompt=prompt["prompt"],
-            label=prompt["label"],
-            tools=prompt["tools"],
             n=self.config.eval.n_samples_per_prompt,
             # The same seeds in each pass: what changes between two passes is the policy.
             seed=zlib.crc32(f"eval/{self.config.train.seed}/{index}".encode()),

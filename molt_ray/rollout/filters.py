@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from molt_ray.config import Config
-from molt_ray.experience import Row
+from molt_ray.experience import Row, mean_score
 from molt_ray.plugins import function_of
 
 Filter = Callable[[list[Row]], str]
@@ -18,8 +18,7 @@ def score_in_range(low: float, high: float) -> Filter:
     """Keeps groups whose mean score is strictly between `low` and `high` (DAPO's dynamic sampling, arXiv 2503.14476, eq. 11)."""
 
     def dynamic_filter(rows: list[Row]) -> str:
-        scores = {row.rollout_id: row.score for row in rows}
-        return "" if low < sum(scores.values()) / len(scores) < high else "dynamic_filter"
+        return "" if low < mean_score(rows) < high else "dynamic_filter"
 
     return dynamic_filter
 

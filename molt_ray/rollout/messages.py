@@ -31,6 +31,11 @@ class GroupTask:
     attempt: int = 0  # how often this prompt was dispatched before
     sampling: dict[str, Any] = field(default_factory=dict)  # vLLM SamplingParams fields by name
 
+    @classmethod
+    def of(cls, row: dict[str, Any], **others: Any) -> GroupTask:
+        """The task of a row of `read_prompts`."""
+        return cls(prompt=row["prompt"], label=row["label"], tools=row["tools"], **others)
+
 
 @dataclass(slots=True)
 class Failure:

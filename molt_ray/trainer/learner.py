@@ -200,7 +200,7 @@ def count_tokens(tally: Tally, batch: MicroBatch, version: int, kept: torch.Tens
     tally.add("action_tokens", len(batch.target))
     tally.add("sequences", part)
     tally.add("kept", kept)
-    tally.add("kept_sequences", torch.where(kept, part, 0.0))
+    tally.add("sequences_kept", torch.where(kept, part, 0.0))
     tally.add("staleness", age)
     tally.top("staleness_max", age)
     for steps, tokens in zip(*age.unique(return_counts=True), strict=True):

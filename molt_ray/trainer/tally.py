@@ -24,7 +24,7 @@ SUMS = (
     "engine_finite",
     "kept",
     "sequences",
-    "kept_sequences",
+    "sequences_kept",
     "current_diff",
     "current_tokens",
     "staleness",
@@ -65,10 +65,10 @@ def means(sums: dict[str, float]) -> dict[str, float]:
     def per(name: str, tokens: str) -> float:
         return sums[name] / sums[tokens] if sums[tokens] else 0.0
 
-    ages = [name.removeprefix("kept_") for name in sums if name.startswith("kept_") and name != "kept_sequences"]
+    ages = [name.removeprefix("kept_") for name in sums if name.startswith("kept_")]
     return {
         **{f"is_filter_ratio_{age}": per(f"kept_{age}", f"staleness_{age}") for age in ages},
-        "is_sequence_ratio": per("kept_sequences", "sequences"),
+        "is_sequence_ratio": per("sequences_kept", "sequences"),
         "entropy": per("entropy", "counted_tokens"),
         "advantage_mean": per("advantage", "counted_tokens"),
         "policy_clip_ratio": per("clipped", "counted_tokens"),

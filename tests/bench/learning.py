@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 
 from molt_ray.metrics import read_metrics
 
-WINDOW = 10  # steps of a smoothed point, and of "start" and "end" in the table
+WINDOW = 10  # steps of a smoothed point, and of the end
+BEGINNING = 3  # steps of the beginning: before the policy has moved; with warm-up and the first wait
 STAGES = ("engine_busy", "generation", "make_experience", "policy_train", "evaluation_wait", "broadcast", "step_total")
 Run = tuple[str, Path]
 
@@ -39,14 +40,14 @@ def smooth(values: list[float]) -> list[float]:
 def learned(name: str, folder: Path) -> str:
     records, evals = read_metrics(folder / "metrics.jsonl"), read_eval(folder)
     rewards = [r["rollout/reward_mean"] for r in records]
-    first, last = mean(rewards[:3]), mean(rewards[-WINDOW:])
+    first, last = mean(rewards[:BEGINNING]), mean(rewards[-WINDOW:])
     minutes = (records[-1]["time"] - records[0]["time"] + records[0]["timing/step_total"]) / 60
     exact = [f"{e['eval/exact']:.3f} ± {e['eval/exact_se']:.3f}" for e in (evals[0], evals[-1])]
     return f"| {name} | {len(records)} | {minutes:.1f} | {first:.2f} | {last:.2f} | **{last - first:+.2f}** | {exact[0]} | {exact[1]} |"
 
 
 def stages(name: str, folder: Path) -> str:
-    records = read_metrics(folder / "metrics.jsonl")[3:]  # the first steps hold warm-up and the first wait
+    records = read_metrics(folder / "metrics.jsonl")[BEGINNING:]
     seconds = {s: mean([r.get(f"timing/{s}", 0.0) for r in records]) for s in STAGES}
     total = seconds["step_total"]
     cells = " | ".join(f"{seconds[s]:.2f} ({seconds[s] / total:.0%})" for s in STAGES[:-1])
@@ -115,7 +116,9 @@ def main() -> None:
     runs = [(name, Path(folder)) for name, folder in (run.split("=", 1) for run in options.runs)]
     options.out.mkdir(parents=True, exist_ok=True)
     draw(runs, options.out / "curves.png")
-    print("| run | steps | minutes | reward, first 3 steps | last 10 | rise | held-out exact before | after |")
+    print(
+        f"| run | steps | minutes | reward, first {BEGINNING} steps | last {WINDOW} | rise | held-out exact before | after |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     print(*(learned(*run) for run in runs), sep="\n")
     print("\n| run | " + " | ".join(f"{s} s" for s in STAGES) + " |\n|---" + "|---" * len(STAGES) + "|")
