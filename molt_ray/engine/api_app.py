@@ -11,40 +11,28 @@ token limits and usage see the real prompt; `EngineClient.generate` calls the en
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.serve.utils.tool_calls_utils import maybe_filter_parallel_tool_calls
 from vllm.exceptions import VLLMValidationError
-from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.renderers import merge_kwargs, renderer_from_config
+from vllm.renderers import merge_kwargs
 from vllm.renderers.hf import safe_apply_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
-from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine.input_processor import InputProcessor
 
 from molt_ray.capture.gate import EXCHANGE, SessionGate
-from molt_ray.capture.sampling import NEUTRAL
 from molt_ray.capture.session import Exchange, Sessions
-from molt_ray.capture.tree import SampledTurn
 from molt_ray.config import Config, ConfigError
+from molt_ray.engine.capture_client import CaptureEngineClient, Stream
 
 MODEL_NAME = "policy"
-END_WAIT_S = 10.0  # for a replaced request to let go of its turns
-
-# (engine prompt, sampling parameters, request id, group id, further options of vLLM's generate) -> outputs. Closing it aborts.
-Stream = Callable[[Any, SamplingParams, str, str, dict[str, Any]], AsyncGenerator[RequestOutput, None]]
 
 
 async def build_gate(config: Config, sessions: Sessions, stream: Stream) -> SessionGate:
@@ -65,6 +53,7 @@ async def build_gate(config: Config, sessions: Sessions, stream: Stream) -> Sess
             "template, which capture cannot follow; use an Env agent"
         )
     renderer.__class__ = CaptureRenderer  # built deep inside init_app_state, and shared by all handlers from there
+    renderer.template = VllmTemplate(renderer, client.stop_ids())
     client.attach(renderer)
     return SessionGate(app, sessions, limit=config.data.max_len)
 
@@ -224,243 +213,3 @@ def fill_defaults(request: Any, sampling: dict[str, Any]) -> None:
         request.temperature = sampling.get("temperature")
     if request.top_p is None:
         request.top_p = sampling.get("top_p")
-
-
-class CaptureEngineClient(EngineClient):
-    """The engine as vLLM's serving classes see it: calls `stream`, records what comes, and passes it on."""
-
-    def __init__(self, vllm_config: VllmConfig, stream: Stream) -> None:
-        self.vllm_config = vllm_config
-        self.model_config = vllm_config.model_config
-        self.renderer = renderer_from_config(vllm_config)
-        self.input_processor = InputProcessor(vllm_config, self.renderer)
-        self.stream = stream
-
-    def attach(self, renderer: CaptureRenderer) -> None:
-        """Takes the renderer whose parsers make replies of sampled text, and gives it the template with this model's stop ids."""
-        eos = self.model_config.try_get_generation_config().get("eos_token_id", [])
-        stops = {*(eos if isinstance(eos, list) else [eos]), self.renderer.get_eos_token_id()} - {None}
-        renderer.template = VllmTemplate(renderer, frozenset(stops))
-        self.online_renderer = renderer
-
-    async def generate(
-        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
-    ) -> AsyncIterator[RequestOutput]:
-        exchange = EXCHANGE.get()
-        if exchange is None or exchange.placement is None:
-            raise RuntimeError("generation outside a session")
-        if exchange.retry and (again := await self.finished_before(exchange)) is not None:
-            yield again
-            return
-        self.adjust(sampling_params, exchange)
-        recording = Recording(exchange, sampling_params, self.reply_of)
-        wanted = {name: value for name, value in options.items() if value is not None and name in FORWARDED}
-        outputs = self.stream(bare(prompt), sampling_params, request_id, exchange.session.group_id, wanted)
-        try:
-            async for output in outputs:
-                recording.add(output)
-                yield output
-        finally:
-            recording.end()
-            await outputs.aclose()
-
-    async def finished_before(self, exchange: Exchange) -> RequestOutput | None:
-        """What a marked retry asks for again, if that is finished; the request it repeats is ended if it still runs."""
-        session = exchange.session
-        for other in list(session.running):
-            if other is not exchange and other.request_key == exchange.request_key:
-                other.end("replaced")
-                await asyncio.wait_for(other.done.wait(), END_WAIT_S)
-        done = session.outcomes.get(exchange.request_key)
-        if done is not None:
-            exchange.turns = session.tree.retried(exchange.request_key)
-        return done
-
-    def adjust(self, params: SamplingParams, exchange: Exchange) -> None:
-        session = exchange.session
-        if params.logprobs is None:
-            params.logprobs = 0  # of the sampled token only; the reply shows them only to a client that asked
-        if params.seed is None and session.seed is not None:
-            params.seed = session.seed + len(session.tree.turns)
-        if (cap := session.sampling.get("max_tokens")) is not None:
-            params.max_tokens = min(params.max_tokens or cap, cap)
-
-    def reply_of(self, exchange: Exchange, prompt_ids: list[int], text: str, ids: list[int]) -> dict[str, Any]:
-        """The assistant message that vLLM delivers for a sampled text, by the same parsers (see its chat serving)."""
-        request, renderer = exchange.request, self.online_renderer
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if request is None or renderer.parser is None:
-            return message
-        parser = renderer.parser(
-            renderer.template.tokenizer,
-            request.tools,
-            chat_template_kwargs=renderer.effective_chat_template_kwargs(request),
-            model_config=self.model_config,
-        )
-        parser.set_prompt_token_ids(prompt_ids)
-        reasoning, content, calls = parser.parse(
-            text, request, enable_auto_tools=renderer.enable_auto_tools, model_output_token_ids=ids
-        )
-        message |= {"content": content or "", "reasoning": reasoning or ""}
-        # With no tools or tool_choice none, vLLM delivers no calls, whatever its parser found, and but one where parallel ones are off.
-        calls = maybe_filter_parallel_tool_calls(list(calls or []), request)
-        if calls and request.tools and request.tool_choice != "none":
-            message["tool_calls"] = [
-                {"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
-            ]
-        return message
-
-    # What follows is asked for by the interface and has no meaning without an engine in this process.
-
-    @property
-    def is_running(self) -> bool:
-        return True
-
-    @property
-    def is_stopped(self) -> bool:
-        return False
-
-    @property
-    def errored(self) -> bool:
-        return False
-
-    @property
-    def dead_error(self) -> BaseException:
-        return RuntimeError("no engine in this process")
-
-    async def abort(self, request_id: Any) -> None:
-        """Requests are aborted by closing their stream."""
-
-    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None: ...
-
-    async def is_tracing_enabled(self) -> bool:
-        return False
-
-    async def do_log_stats(self) -> None: ...
-
-    async def check_health(self) -> None: ...
-
-    async def get_supported_tasks(self) -> tuple[Any, ...]:
-        return ("generate",)
-
-    async def is_sleeping(self) -> bool:
-        return False
-
-    async def is_paused(self) -> bool:
-        return False
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        self.renderer.shutdown()
-
-    def refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("the engine is controlled by the run, not through a session")
-
-    encode = start_profile = stop_profile = reset_mm_cache = reset_encoder_cache = reset_prefix_cache = refuse
-    sleep = release_kv_cache_memory = wake_up = add_lora = pause_generation = resume_generation = refuse
-
-
-# Options of vLLM's generate that mean something to a remote engine; the rest (LoRA, tracing, data-parallel rank) does not exist here.
-FORWARDED = ("priority", "reasoning_ended", "reasoning_parser_kwargs")
-
-
-def bare(prompt: Any) -> dict[str, Any]:
-    """The engine prompt without what only this process needs."""
-    return (
-        {"type": "token", "prompt_token_ids": list(prompt["prompt_token_ids"])} if is_tokens(prompt) else dict(prompt)
-    )
-
-
-def is_tokens(prompt: Any) -> bool:
-    return prompt.get("type", "token") == "token"
-
-
-@dataclass
-class Choice:
-    """One sampled sequence of a call as it grows."""
-
-    turn: SampledTurn
-    text: str = ""
-    logprobs: list[Any] = field(default_factory=list)
-    last: CompletionOutput | None = None
-
-
-class Recording:
-    """Writes a call's outputs into the session's tree before they are passed on."""
-
-    def __init__(self, exchange: Exchange, params: SamplingParams, reply_of: Callable[..., dict[str, Any]]) -> None:
-        self.exchange, self.params, self.reply_of = exchange, params, reply_of
-        tree, settings = exchange.session.tree, sampling_settings(params)
-        if (parent := exchange.placement.parent) is not None:
-            # A client that goes on from a reply asks for it no more: a long session would keep all its log-prob objects.
-            exchange.session.outcomes.pop(parent.request_key, None)
-        temperature = params.temperature
-        turns = [
-            tree.begin(
-                exchange.placement,
-                temperature=temperature,
-                sampling=settings,
-                request_key=exchange.request_key,
-                unusable=exchange.unusable,
-            )
-            for _ in range(params.n)
-        ]
-        exchange.turns = turns
-        self.choices = [Choice(turn) for turn in turns]
-
-    def add(self, output: RequestOutput) -> None:
-        for part in output.outputs:
-            choice = self.choices[part.index]
-            ids = list(part.token_ids)
-            choice.turn.extend(ids, sampled_logprobs(ids, part.logprobs))
-            choice.text += part.text
-            choice.logprobs += part.logprobs or []
-            if part.finish_reason is not None:
-                self.finish(choice, part)
-        if output.finished and all(c.turn.state == "finished" for c in self.choices):
-            self.exchange.session.outcomes[self.exchange.request_key] = self.whole(output)
-
-    def finish(self, choice: Choice, part: CompletionOutput) -> None:
-        tree, turn = self.exchange.session.tree, choice.turn
-        choice.last = part
-        if part.finish_reason not in ("stop", "length"):
-            return tree.abort(turn)
-        versions = [int(span.version) for span in part.weight_versions or [] for _ in range(span.start, span.end)]
-        reply = self.reply_of(self.exchange, turn.prompt_ids, choice.text, turn.token_ids)
-        tree.finish(turn, reply=reply, finish_reason=part.finish_reason, versions=versions)
-
-    def whole(self, output: RequestOutput) -> RequestOutput:
-        """The finished call as one output, for a client that asks again."""
-        parts = [
-            replace(c.last, index=i, text=c.text, token_ids=list(c.turn.token_ids), logprobs=c.logprobs)
-            for i, c in enumerate(self.choices)
-        ]
-        return RequestOutput(
-            request_id=output.request_id,
-            prompt=None,
-            prompt_token_ids=list(self.choices[0].turn.prompt_ids),
-            prompt_logprobs=output.prompt_logprobs,
-            outputs=parts,
-            finished=True,
-            num_cached_tokens=output.num_cached_tokens,
-        )
-
-    def end(self) -> None:
-        for choice in self.choices:
-            self.exchange.session.tree.abort(choice.turn)
-
-
-def sampled_logprobs(ids: list[int], logprobs: Any) -> list[float]:
-    """The behaviour log-prob of each sampled id. Raises ValueError where the engine gave none."""
-    if ids and not logprobs:
-        raise ValueError(f"the engine returned {len(ids)} ids without log-probs")
-    return [at[token].logprob for token, at in zip(ids, logprobs or [], strict=True)]
-
-
-def sampling_settings(params: SamplingParams) -> dict[str, Any]:
-    """The settings of a call that differ from vLLM's defaults, as plain data."""
-    default = SamplingParams()
-    names = ("n", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", *NEUTRAL)
-    changed = {name: getattr(params, name) for name in names if getattr(params, name) != getattr(default, name)}
-    if "structured_outputs" in changed:
-        changed["structured_outputs"] = str(changed["structured_outputs"])
-    return changed
