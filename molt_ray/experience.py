@@ -42,6 +42,9 @@ class Segment:
     turn_index: np.ndarray  # int32: index into `turns` of a sampled token, CONTEXT elsewhere
     turns: list[Turn]
     opened_by: str = "start"  # why this segment does not extend another: start, or the reason of the prefix break
+    break_text: str = (
+        ""  # around a prefix break: what the tree held -> what the client sent, at most 200 characters of each
+    )
     truncated: bool = False  # its last turn ended by length, or the budget was used up
 
     def __len__(self) -> int:
@@ -88,6 +91,7 @@ class Row:
     aborted: bool = False
     not_trained: str = ""  # why no token of this segment trains
     opened_by: str = "start"
+    break_text: str = ""  # only of a segment that a prefix break opened
     info: dict[str, float] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
     packs: dict[str, PackRef] = field(default_factory=dict)
@@ -225,6 +229,7 @@ def experiences_of(
             aborted=aborted,
             not_trained="" if actions else (",".join(reasons) or "no action tokens"),
             opened_by=segment.opened_by,
+            break_text=segment.break_text,
             info=dict(info),
             turns=segment.turns,
             prompt_tokens=len(prompt),

@@ -226,13 +226,13 @@ def without_empty_thoughts(text: str) -> str:
     return EMPTY_THOUGHT.sub("", text)
 
 
-def agreement(one: str, two: str) -> int:
-    """How many characters two texts have in common at their heads."""
+def agreement(one: Sequence, two: Sequence) -> int:
+    """How many characters, or ids, two sequences have in common at their heads."""
     return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
-def beside(old: str, new: str, width: int = 60) -> str:
-    """The text around the first difference of two texts."""
+def beside(old: str, new: str, before: int = 60, after: int = 140) -> str:
+    """The text around the first difference of two texts, at most 200 characters of each: what was held, and what came."""
     at = agreement(old, new)
-    start = max(0, at - width // 2)
-    return f"{old[start : at + width]!r} -> {new[start : at + width]!r}"
+    around = slice(max(0, at - before), at + after)
+    return f"{old[around]!r} -> {new[around]!r}"

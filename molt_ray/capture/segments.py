@@ -83,6 +83,7 @@ def not_trained(turn: SampledTurn, owned: bool, left: bool) -> str:
 def segment_of(leaf: SampledTurn, why: dict[SampledTurn, str]) -> Segment:
     """One leaf's sequence."""
     ids = leaf.context_ids()
+    reason, text = opened_by(why)
     segment = Segment(
         token_ids=np.asarray(ids, np.int32),
         action_mask=np.zeros(len(ids), np.bool_),
@@ -90,26 +91,28 @@ def segment_of(leaf: SampledTurn, why: dict[SampledTurn, str]) -> Segment:
         versions=np.full(len(ids), CONTEXT, np.int32),
         turn_index=np.full(len(ids), CONTEXT, np.int32),
         turns=[],
-        opened_by=opened_by(why),
+        opened_by=reason,
+        break_text=text,
         truncated=leaf.finish_reason == "length",
     )
     end = 0
-    for index, (turn, reason) in enumerate(why.items()):
+    for index, (turn, untrained) in enumerate(why.items()):
         start = end + len(turn.placement.added)
         end = start + len(turn.token_ids)
         span = slice(start, end)
         if turn.state == "finished":  # an aborted turn's versions are not known: its ids stay context
-            segment.action_mask[span] = not reason
+            segment.action_mask[span] = not untrained
             segment.logprobs[span] = turn.logprobs
             segment.turn_index[span] = index
             segment.versions[span] = turn.versions
-        segment.turns.append(Turn(turn.temperature, turn.sampling, turn.finish_reason, not reason, reason))
+        segment.turns.append(Turn(turn.temperature, turn.sampling, turn.finish_reason, not untrained, untrained))
     return segment
 
 
-def opened_by(why: dict[SampledTurn, str]) -> str:
-    """The reason nearest the leaf; a fork after turns that another segment trains is a branch."""
-    reasons = [
-        ("branch" if why[t] == "shared" and t.placement.opened_by == "start" else t.placement.opened_by) for t in why
-    ]
-    return next(reason for reason in reversed(reasons) if reason)
+def opened_by(why: dict[SampledTurn, str]) -> tuple[str, str]:
+    """The reason nearest the leaf and, of a prefix break, the text around it; a fork after turns that another segment trains is a
+    branch."""
+    turn = next(t for t in reversed(why) if t.placement.opened_by)
+    if why[turn] == "shared" and turn.placement.opened_by == "start":
+        return "branch", ""
+    return turn.placement.opened_by, turn.placement.near

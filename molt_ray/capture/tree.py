@@ -26,11 +26,11 @@ All reasons but start and branch are counted as prefix breaks, each with a sampl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from molt_ray.capture.continuation import Conversation, PrefixBreak, Rendering, appended_ids, beside
+from molt_ray.capture.continuation import Conversation, PrefixBreak, Rendering, agreement, appended_ids, beside
 from molt_ray.capture.message import Message, canonical, digests, dumps
 from molt_ray.capture.sampling import why_unusable
 from molt_ray.capture.segments import segments_of
@@ -204,7 +204,7 @@ class TokenTree:
             # A reply of this session after something else than it answered: what came before it was changed.
             fork = parent is None or parent.children
             moved = next((m for m in placement.messages[least:] if fork and canonical(m) in self.replies), None)
-            return ("rewrite", canonical(moved)[:120]) if moved else ("" if parent else "start", "")
+            return ("rewrite", canonical(moved)[:200]) if moved else ("" if parent else "start", "")
         turn = self.by_prefix[placement.digests[common]]
         for reason, old, new in zip(
             ("tools", "template_kwargs"), turn.placement.setting, placement.setting, strict=True
@@ -223,19 +223,24 @@ class TokenTree:
         later = {canonical(m) for m in past[common + 1 :]}
         return ("dropped" if was["role"] == "assistant" or canonical(now) in later else "rewrite"), near
 
-    def place_ids(self, prompt_ids: Sequence[int]) -> Placement:
-        """A prompt of bare ids: goes on from the turn with whose prompt and sampled ids it begins, the longest such one."""
+    def place_ids(self, prompt_ids: Sequence[int], decode: Callable[[list[int]], str] = str) -> Placement:
+        """A prompt of bare ids: goes on from the turn with whose prompt and sampled ids it begins, the longest such one. `decode`
+        makes the text around a break."""
         ids = list(prompt_ids)
         placement = Placement(ids)
-        length = 0
+        length, closest, nearest = 0, -1, []
         for turn in self.turns:
             own = turn.context_ids()
             if turn.state == "finished" and len(own) > length and ids[: len(own)] == own:
                 placement.parent, placement.opened_by, length = turn, "", len(own)
+            if (common := agreement(own, ids)) > closest:
+                closest, nearest = common, own
         placement.added = ids[length:]
         if placement.parent is None and self.turns:
             again = any(t.prompt_ids == ids for t in self.turns)
-            placement.opened_by = "branch" if again else "ids"
+            around = slice(max(0, closest - 20), closest + 60)
+            near = "" if again else beside(decode(nearest[around]), decode(ids[around]))
+            placement.opened_by, placement.near = ("branch", "") if again else ("ids", near)
         return placement
 
     def append_raw(self, turn: SampledTurn | None, ids: Sequence[int]) -> Placement:

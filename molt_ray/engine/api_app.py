@@ -170,10 +170,10 @@ class CaptureRenderer(OnlineRenderer):
         tree = exchange.session.tree
         if "mm_placeholders" in engine_input:
             # Media would have to be stored with the segment and their placeholders shifted with the sampled ids.
-            exchange.placement, exchange.unusable = tree.place_ids(rendered), "media"
+            exchange.placement, exchange.unusable = tree.place_ids(rendered, self.template.decode), "media"
         elif not generation or kwargs.pop("continue_final_message", False):
             # The reply goes on from a message that the client began: no message of its own to match later.
-            exchange.placement = tree.place_ids(rendered)
+            exchange.placement = tree.place_ids(rendered, self.template.decode)
         else:
             exchange.placement = tree.place(conversation, tools, self.template, rendered, kwargs)
         exchange.request, exchange.template_kwargs = request, kwargs
@@ -194,7 +194,7 @@ class CaptureRenderer(OnlineRenderer):
         if exchange is not None:
             if len(inputs) != 1:
                 raise VLLMValidationError("a session takes one prompt a request", parameter="prompt")
-            exchange.placement = exchange.session.tree.place_ids(inputs[0]["prompt_token_ids"])
+            exchange.placement = exchange.session.tree.place_ids(inputs[0]["prompt_token_ids"], self.template.decode)
         return inputs
 
 

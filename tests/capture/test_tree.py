@@ -178,6 +178,7 @@ def test_a_rewritten_segment_shares_what_the_change_left_alone():
     third = run.ask([user("one"), said("A"), user("two"), said("other"), user("three")], "C")
     assert follows(third, first)
     assert [s.opened_by for s in run.tree.segments()] == ["start", "edited"]
+    assert [s.break_text for s in run.tree.segments()] == ["", run.tree.breaks["edited"].sample]
     reasons = [[t.not_trained for t in s.turns] for s in run.tree.segments()]
     assert sorted(map(tuple, reasons)) == [("", ""), ("shared", "")]
 
@@ -434,6 +435,7 @@ def test_bare_ids_go_on_where_they_begin_with_a_turn():
     tree.finish(first, reply=None, finish_reason="stop", versions=[0])
     assert tree.place_ids([1, 2, 3, 4]).parent is first
     assert tree.place_ids([1, 2]).opened_by == "branch" and tree.place_ids([1, 9]).opened_by == "ids"
+    assert tree.place_ids([1, 9]).near == "'[1, 2, 3]' -> '[1, 9]'"
     raw = tree.append_raw(first, [8, 9])
     assert raw.prompt_ids == [1, 2, 3, 8, 9] and raw.parent is first
 

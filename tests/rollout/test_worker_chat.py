@@ -225,7 +225,8 @@ return Result(reward=0.5)
     assert [row.opened_by for row in answer.rows] == ["start", "edited"]
     count, sample = answer.updates[-1].breaks["edited"]
     assert count == 1
-    assert "shorter" in sample
+    assert "first" in sample and "shorter" in sample
+    assert [row.to_record()["break_text"] for row in answer.rows] == ["", sample]
     for index, text in enumerate(["first<|im_end|>", "second<|im_end|>"]):
         tokens = answer.tokens(index)
         assert endpoint.tokenizer.decode(tokens["token_ids"][tokens["action_mask"]]) == text
