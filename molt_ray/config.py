@@ -74,6 +74,9 @@ class ActorConfig(Section):
     """Tokens that a rollout counts as in the constant aggregation: the budget of its replies."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus, aggregated as the loss is."""
+    aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing term of a mixture of experts, over all tokens of an optimizer step; above 0 each step counts the
+    assignments first, by a forward pass more. 0: none."""
     adam: AdamConfig = AdamConfig()
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up, over train.max_steps or the whole run."""

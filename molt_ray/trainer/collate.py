@@ -48,6 +48,7 @@ class MicroBatch:
     sequence: torch.Tensor  # int64 [N]: number of the token's rollout within the batch
     sequence_tokens: torch.Tensor  # float32 [N]: action tokens of that rollout
     counts: torch.Tensor  # int64 [K]: action tokens of each segment
+    repeats: torch.Tensor  # int64 [B · S]: segments that hold the token at this flat position; 0: padding, or a dummy's
     tokens: int  # of the segments: padding and dummies not counted, a shared prefix once for each
     bundles: list[Bundle] = field(default_factory=list)  # what fills the row when shared
 
@@ -128,6 +129,9 @@ def collate(samples: list[Sample], layout: str) -> MicroBatch:
         sequence=flat(spread([s.share.sequence for s in samples], actions), np.int64),
         sequence_tokens=flat(spread([s.share.tokens for s in samples], actions), np.float32),
         counts=torch.tensor([len(at) for at in actions], dtype=torch.int64),
+        repeats=torch.from_numpy(
+            np.bincount(np.concatenate([np.empty(0, np.int64), *places[: len(rows)]]), minlength=shape[0] * shape[1])
+        ),
         tokens=sum(len(c["token_ids"]) for c in columns),
         bundles=bundles,
     )

@@ -287,6 +287,7 @@ def probe(model: PreTrainedModel, mesh: Mesh) -> MicroBatch:
         sequence=torch.zeros(n, dtype=torch.int64),
         sequence_tokens=torch.full((n,), float(n)),
         counts=torch.tensor([n]),
+        repeats=torch.ones(n + 1, dtype=torch.int64),
         tokens=n + 1,
         bundles=[Bundle.of(0, n + 1, [0])],
     )

@@ -8,6 +8,7 @@ older than the bound, or newer than the trainer, is refused before anything is c
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -20,6 +21,7 @@ from molt_ray.trainer.forward import compute_dtype, load_policy, score
 from molt_ray.trainer.mesh import Mesh, defer_partial_gradients, reshard
 from molt_ray.trainer.objective import Objective, Terms, Work
 from molt_ray.trainer.optimizer import PolicyOptimizer
+from molt_ray.trainer.routers import RouterBalance
 from molt_ray.trainer.shared_prefix import Bundle
 from molt_ray.trainer.tally import Tally, means
 
@@ -33,6 +35,7 @@ class Learner:
         self.model = load_policy(config, mesh)
         self.dtype = compute_dtype(config, mesh.device)
         self.objective = Objective(config)
+        self.balance = RouterBalance(self.model, weight) if (weight := config.actor.aux_loss_coef) else None
         self.token_advantages = token_estimator(config.algo.advantage)  # loaded once: a path is imported each time
         self.optimizer = PolicyOptimizer(
             self.model, mesh, defer_partial_gradients(self.model), config.actor, total_steps
@@ -111,25 +114,44 @@ class Learner:
 
     def update(self, plan: StepPlan, parts: list[Work], tally: Tally) -> tuple[float, bool]:
         """One optimizer step: (gradient norm, whether it was applied)."""
-        log_ratios = self.sequence_log_ratios(plan, parts)
+        log_ratios, loads = self.survey(plan, parts)
         for index, (work, log_ratio) in enumerate(zip(parts, log_ratios, strict=True)):
             self.model.set_requires_gradient_sync(index == len(parts) - 1)
-            logp, entropy = score(self.model, work.batch, self.mesh)
+            with self.listen() as logits:
+                logp, entropy = score(self.model, work.batch, self.mesh)
             terms = self.objective.terms(plan, work, logp, entropy, log_ratio)
             count(tally, plan.version, work, terms, logp, entropy)
+            loss = terms.loss.sum()
+            if self.balance:
+                uneven = self.balance.loss(logits, work.batch.repeats, loads)
+                tally.add("aux_loss", uneven)
+                loss = loss + self.balance.coefficient * uneven
             # FSDP averages gradients over the data-parallel ranks; the weights count the tokens of all of them.
-            (terms.loss.sum() * self.mesh.dp_size).backward()
+            (loss * self.mesh.dp_size).backward()
         return self.optimizer.step()
 
     @torch.no_grad()
-    def sequence_log_ratios(self, plan: StepPlan, parts: list[Work]) -> list[torch.Tensor | None]:
-        """The rollouts' mean log ratios under the current weights, by a pass of their own where the objective needs that."""
-        if not self.objective.needs_sequence_pass(plan):
-            return [None] * len(parts)
-        logp = torch.cat([score(self.model, work.batch, self.mesh)[0] for work in parts])
+    def survey(self, plan: StepPlan, parts: list[Work]) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+        """What an update must know of its whole window under the current weights, by a pass of its own where something needs that: the
+        rollouts' mean log ratios by microbatch, and the assignments of the routers [layers, experts]."""
+        ratios: list[torch.Tensor | None] = [None] * len(parts)
+        sequences = self.objective.needs_sequence_pass(plan)
+        if not sequences and not self.balance:
+            return ratios, None
+        logp, loads = [], []
+        for work in parts:
+            with self.listen() as logits:
+                logp.append(score(self.model, work.batch, self.mesh)[0])
+            loads += [self.balance.loads(logits, work.batch.repeats)] if self.balance else []
         reshard(self.model)
-        ratios = self.objective.sequence_log_ratio(plan, logp, parts, self.sum_on_device)
-        return list(ratios.split([len(work.behaviour) for work in parts]))
+        if sequences:
+            together = self.objective.sequence_log_ratio(plan, torch.cat(logp), parts, self.sum_on_device)
+            ratios = list(together.split([len(work.behaviour) for work in parts]))
+        return ratios, self.sum_on_device(torch.stack(loads).sum(0)) if self.balance else None
+
+    def listen(self) -> AbstractContextManager[list[torch.Tensor]]:
+        """Around a forward pass: the list that its routers' logits come to, where they are balanced."""
+        return self.balance.listen() if self.balance else nullcontext([])
 
     def metrics(self, plan: StepPlan, tally: Tally) -> dict[str, float]:
         """The published names. Raises ValueError when the ranks together did not get the action tokens that the plan counts."""
@@ -138,7 +160,8 @@ class Learner:
         if sums["action_tokens"] != planned:
             raise ValueError(f"the plan counts {planned} action tokens, the ranks trained {int(sums['action_tokens'])}")
         ages = {name: sums[name] for name in sums if name.startswith("staleness_")}
-        loss = {"policy_loss": sums["policy_loss"] / max(1, self.objective.updates(plan))}
+        names = ("policy_loss", "aux_loss") if self.balance else ("policy_loss",)
+        loss = {name: sums[name] / max(1, self.objective.updates(plan)) for name in names}
         counts = {name: sums[name] for name in ("tokens", "action_tokens", "nonfinite_tokens")}
         return means(sums) | loss | ages | counts | maxima
 

@@ -16,6 +16,7 @@ SUMS = (
     "nonfinite_tokens",
     "tokens",
     "policy_loss",
+    "aux_loss",
     "entropy",
     "advantage",
     "clipped",

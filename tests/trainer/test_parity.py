@@ -13,6 +13,11 @@ from ranks import deal, largest_difference, make_config, make_experiences, make_
 from molt_ray.config import Config
 
 TOLERANCE = 1e-6
+SPLITS = {
+    "padded": {},
+    "packed": {"fsdp__packing_samples": True},
+    "shared": {"fsdp__share_prefix": True},
+}
 SEGMENTS = 7  # odd, so that a rank of several has fewer microbatches and runs a dummy
 
 
@@ -104,6 +109,60 @@ def test_same_update_of_other_models_at_one_and_two_ranks(kind: str, models: dic
     assert alone[1]["actor_grad_norm"] == pytest.approx(two[1]["actor_grad_norm"], rel=1e-5)
 
 
+BALANCED = {"actor__aux_loss_coef": 0.5, "actor__entropy_coef": 0.0}
+
+
+def balanced_layouts(mesh: Any, model: Path) -> dict[tuple[str, int], Any]:
+    """A step with the balance term in each layout, in few and in many microbatches."""
+    from molt_ray.trainer.learner import Learner
+
+    answers = {}
+    for (name, layout), tokens in product(SPLITS.items(), (60, 400)):
+        config = make_config(model, train__max_tokens_per_gpu=tokens, **layout, **BALANCED)
+        plan, samples = planned(*make_groups(), config, mesh.dp_size)
+        learner = Learner(config, mesh, None)
+        metrics = learner.train(plan, samples[mesh.dp_rank])
+        answers[name, tokens] = parameters(learner), metrics
+    return answers
+
+
+def reference_balance(config: Config) -> float:
+    """The term over all segments by transformers' own router logits, one segment at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(config.actor.model_name_or_path, dtype=torch.float32)
+    with torch.no_grad():
+        ids = [torch.tensor(e.heavy["tokens"]["token_ids"]).long()[None] for e in make_groups()[0]]
+        said = [model(x, output_router_logits=True).router_logits for x in ids]
+    terms = []
+    for layer in zip(*said, strict=True):
+        p = torch.cat(layer).double().softmax(-1)
+        chosen = p.topk(2).indices
+        f = torch.bincount(chosen.flatten(), minlength=p.shape[1]) / chosen.numel()
+        terms.append(p.shape[1] * (f * p.mean(0)).sum().item())
+    return float(np.mean(terms))
+
+
+def test_the_balance_of_experts_does_not_depend_on_the_split(models: dict[str, Path]) -> None:
+    config = make_config(models["moe"])
+    expected = in_child(reference_balance, config)
+    alone, two = (run_ranks(balanced_layouts, world, models["moe"])[0] for world in (1, 2))
+    weights, metrics = alone["padded", 400]
+    assert metrics["aux_loss"] == pytest.approx(expected, rel=1e-5) and expected > 1.01
+    for answers, split in product((alone, two), alone):
+        assert largest_difference(answers[split][0], weights) <= TOLERANCE, split
+        for key in ("aux_loss", "policy_loss", "actor_grad_norm"):
+            assert answers[split][1][key] == pytest.approx(metrics[key], rel=1e-5), (split, key)
+    untouched = run_ranks(one_split, 1, config)[0]
+    assert "aux_loss" not in untouched[1]
+
+
+def test_balance_of_a_model_without_experts_is_refused(models: dict[str, Path]) -> None:
+    with pytest.raises(RuntimeError, match=r"--actor.aux_loss_coef 0.5: .* has no mixture-of-experts routers"):
+        run_ranks(one_split, 1, make_config(models["dense"], **BALANCED))
+
+
 @pytest.fixture(scope="module")
 def divisible(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The tiny models again, with two key-value heads, so that two tensor-parallel ranks can have one each."""
@@ -123,8 +182,9 @@ def divisible(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize(("kind", "world"), [("dense", 2), ("dense", 4), ("tied", 2), ("moe", 4)])
 def test_tensor_parallel_makes_the_same_update(kind: str, world: int, divisible: dict[str, Path]) -> None:
     """Under accumulation. The mixture-of-experts model has per-head norms, whose gradients transformers sums once too often then."""
-    alone = run_ranks(one_split, 1, make_config(divisible[kind]))[0]
-    split = run_ranks(one_split, world, make_config(divisible[kind], fsdp__tp_size=2), tp=2)[0]
+    options = BALANCED if kind == "moe" else {}
+    alone = run_ranks(one_split, 1, make_config(divisible[kind], **options))[0]
+    split = run_ranks(one_split, world, make_config(divisible[kind], fsdp__tp_size=2, **options), tp=2)[0]
     assert largest_difference(alone[0], split[0]) <= TOLERANCE
     for name in ("entropy", "actor_grad_norm"):
         assert alone[1][name] == pytest.approx(split[1][name], rel=1e-5)
