@@ -74,6 +74,9 @@ class ActorConfig(Section):
     """Tokens that a rollout counts as in the constant aggregation: the budget of its replies."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus, aggregated as the loss is."""
+    negative_token_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Share of a rollout's tokens with negative advantage that the policy loss keeps: those of the highest entropy. What is left out counts in
+    the loss's normaliser. 1: all (FlashREINFORCE)."""
     aux_loss_coef: float = Field(default=0.0, ge=0)
     """Weight of the load-balancing term of a mixture of experts, over all tokens of an optimizer step; above 0 each step counts the
     assignments first, by a forward pass more. 0: none."""

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
+from molt_ray.algorithm.shaping import has_reward
 from molt_ray.experience import Row, one_per_rollout
 
 # Shown in the Ray dashboard beside the node's own metrics; everything is in metrics.jsonl.
@@ -23,19 +24,21 @@ def rollout_metrics(rows: list[Row]) -> dict[str, float]:
     """Numbers of one batch, per rollout and not per segment. Agents' info keys may differ between rollouts: each is averaged
     over the rollouts that gave it."""
     rollouts = one_per_rollout(rows)
-    rewards = [r.reward for r in rollouts]
+    usable = [r for r in rollouts if has_reward(r)]
+    rewards = [r.reward for r in usable] or [0.0]
     mean = sum(rewards) / len(rewards)
     groups: dict[str, list[float]] = {}
-    for r in rollouts:
+    for r in usable:
         groups.setdefault(r.group_id, []).append(r.reward)
     out = {
         "rollout/reward_mean": mean,
         "rollout/reward_std": math.sqrt(sum((x - mean) ** 2 for x in rewards) / len(rewards)),
         "rollout/score_mean": sum(r.score for r in rollouts) / len(rollouts),
         "rollout/num_rollouts": len(rollouts),
-        "rollout/num_prompt_groups": len(groups),
+        "rollout/reward_nonfinite": len(rollouts) - len(usable),
+        "rollout/num_prompt_groups": len({r.group_id for r in rollouts}),
         "rollout/num_segments": len(rows),
-        "rollout/flat_groups": sum(max(g) == min(g) for g in groups.values()) / len(groups),
+        "rollout/flat_groups": sum(max(g) == min(g) for g in groups.values()) / max(1, len(groups)),
         "rollout/response_length_mean": sum(r.action_tokens for r in rows) / len(rollouts),
         "rollout/total_length_mean": sum(r.tokens for r in rows) / len(rollouts),
         "rollout/truncated_rate": len({r.rollout_id for r in rows if r.truncated}) / len(rollouts),

@@ -25,6 +25,14 @@ def test_info_keys_may_differ_between_rollouts():
     assert values["rollout/x"] == 2.0 and values["rollout/y"] == 3.0
 
 
+def test_a_reward_that_is_not_finite_is_counted_and_left_out_of_the_means():
+    values = rollout_metrics([row("a0", 0, 1.0), row("a1", 0, float("nan")), row("b0", 0, 0.5), row("b1", 0, 0.5)])
+    assert values["rollout/reward_nonfinite"] == 1 and values["rollout/num_rollouts"] == 4
+    assert values["rollout/reward_mean"] == pytest.approx(2 / 3) and values["rollout/reward_std"] < 1
+    assert values["rollout/num_prompt_groups"] == 2 and values["rollout/flat_groups"] == 1
+    assert rollout_metrics([row("a0", 0, float("inf"))])["rollout/reward_mean"] == 0
+
+
 def test_turns_that_do_not_train_are_counted_once_by_reason():
     def left(reason: str) -> Turn:
         return Turn(1.0, trained=False, not_trained=reason)

@@ -81,8 +81,9 @@ class TrainerGroup:
             raise ValueError(f"{len(datasets)} data sets for {self.dp_size} data-parallel ranks")
         tp = self.config.fsdp.tp_size
         refs = [actor.train_step.remote(plan, datasets[rank // tp]) for rank, actor in enumerate(self.actors)]
-        # A rank that hangs is noticed by the others' collectives, of which each microbatch has some.
-        passes = 1 + (1 + self.config.train.max_epochs) * sum(window.micro_batches for window in plan.windows)
+        # A rank that hangs is noticed by the others' collectives, of which each microbatch has some. At most each window is forwarded once for
+        # its old log-probs, and in each epoch once for what an update must know of all of it and once for the update.
+        passes = 1 + (1 + 2 * self.config.train.max_epochs) * sum(window.micro_batches for window in plan.windows)
         return (await self.gather("train", refs, (1 + passes) * self.config.fsdp.timeout_s))[0]
 
     async def refit(self, version: int, sender_args: dict[str, Any]) -> dict[str, float]:

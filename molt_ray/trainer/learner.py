@@ -8,7 +8,9 @@ older than the bound, or newer than the trainer, is refused before anything is c
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -24,6 +26,15 @@ from molt_ray.trainer.optimizer import PolicyOptimizer
 from molt_ray.trainer.routers import RouterBalance
 from molt_ray.trainer.shared_prefix import Bundle
 from molt_ray.trainer.tally import Tally, means
+
+
+@dataclass(slots=True)
+class Survey:
+    """What an update must know of its whole window under the current weights; tensors by microbatch, None where nothing needs them."""
+
+    log_ratios: Sequence[torch.Tensor | None]  # float64 [N]: the rollouts' means
+    selected: Sequence[torch.Tensor | None]  # bool [N]: tokens that the policy loss keeps
+    loads: torch.Tensor | None = None  # float64 [layers, experts]: assignments of the routers
 
 
 class Learner:
@@ -114,16 +125,17 @@ class Learner:
 
     def update(self, plan: StepPlan, parts: list[Work], tally: Tally) -> tuple[float, bool]:
         """One optimizer step: (gradient norm, whether it was applied)."""
-        log_ratios, loads = self.survey(plan, parts)
-        for index, (work, log_ratio) in enumerate(zip(parts, log_ratios, strict=True)):
+        survey = self.survey(plan, parts)
+        told = zip(parts, survey.log_ratios, survey.selected, strict=True)
+        for index, (work, log_ratio, selected) in enumerate(told):
             self.model.set_requires_gradient_sync(index == len(parts) - 1)
             with self.listen() as logits:
                 logp, entropy = score(self.model, work.batch, self.mesh)
-            terms = self.objective.terms(plan, work, logp, entropy, log_ratio)
+            terms = self.objective.terms(plan, work, logp, entropy, log_ratio, selected)
             count(tally, plan.version, work, terms, logp, entropy)
             loss = terms.loss.sum()
             if self.balance:
-                uneven = self.balance.loss(logits, work.batch.repeats, loads)
+                uneven = self.balance.loss(logits, work.batch.repeats, survey.loads)
                 tally.add("aux_loss", uneven)
                 loss = loss + self.balance.coefficient * uneven
             # FSDP averages gradients over the data-parallel ranks; the weights count the tokens of all of them.
@@ -131,23 +143,28 @@ class Learner:
         return self.optimizer.step()
 
     @torch.no_grad()
-    def survey(self, plan: StepPlan, parts: list[Work]) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-        """What an update must know of its whole window under the current weights, by a pass of its own where something needs that: the
-        rollouts' mean log ratios by microbatch, and the assignments of the routers [layers, experts]."""
-        ratios: list[torch.Tensor | None] = [None] * len(parts)
-        sequences = self.objective.needs_sequence_pass(plan)
-        if not sequences and not self.balance:
-            return ratios, None
-        logp, loads = [], []
+    def survey(self, plan: StepPlan, parts: list[Work]) -> Survey:
+        """By one forward pass of the window, where something needs that."""
+        survey = Survey([None] * len(parts), [None] * len(parts))
+        sequences, entropies = self.objective.needs_sequence_pass(plan), self.objective.needs_entropy_pass(plan)
+        if not sequences and not entropies and not self.balance:
+            return survey
+        scores, loads = [], []
         for work in parts:
             with self.listen() as logits:
-                logp.append(score(self.model, work.batch, self.mesh)[0])
+                scores.append(score(self.model, work.batch, self.mesh))
             loads += [self.balance.loads(logits, work.batch.repeats)] if self.balance else []
         reshard(self.model)
+        logp, entropy = (torch.cat(pieces) for pieces in zip(*scores, strict=True))
+        sizes = [len(work.behaviour) for work in parts]
         if sequences:
-            together = self.objective.sequence_log_ratio(plan, torch.cat(logp), parts, self.sum_on_device)
-            ratios = list(together.split([len(work.behaviour) for work in parts]))
-        return ratios, self.sum_on_device(torch.stack(loads).sum(0)) if self.balance else None
+            ratios = self.objective.sequence_log_ratio(plan, logp, parts, self.sum_on_device)
+            survey.log_ratios = ratios.split(sizes)
+        if entropies:
+            survey.selected = self.objective.selected(plan, entropy, parts, self.sum_on_device).split(sizes)
+        if self.balance:
+            survey.loads = self.sum_on_device(torch.stack(loads).sum(0))
+        return survey
 
     def listen(self) -> AbstractContextManager[list[torch.Tensor]]:
         """Around a forward pass: the list that its routers' logits come to, where they are balanced."""

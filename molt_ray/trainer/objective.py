@@ -68,6 +68,21 @@ class Objective:
         moved = self.updates(plan) > 1 or self.config.actor.ratio_base == "engine"
         return self.takes_sequences and not plan.whole and moved
 
+    def needs_entropy_pass(self, plan: StepPlan) -> bool:
+        """Whether a rollout's most uncertain tokens can only be told by a forward pass before each update."""
+        return self.config.actor.negative_token_fraction < 1 and not plan.whole
+
+    def selected(self, plan: StepPlan, entropy: torch.Tensor, work: list[Work], reduce: Reduce) -> torch.Tensor:
+        """bool [sum of N]: what the policy loss keeps, from the entropies of all of `work`: every token whose advantage is not negative, and of
+        a rollout's others the share of the highest entropy."""
+        failed = torch.cat([w.advantages for w in work]) < 0
+        index = torch.cat([w.batch.sequence for w in work]).to(entropy.device)
+        usable = failed & torch.isfinite(entropy.detach())
+        uncertain = Sequences(index, plan.rollouts, reduce).largest(
+            entropy.detach().clamp(min=0), usable, self.config.actor.negative_token_fraction
+        )
+        return ~failed | uncertain
+
     def correct(self, plan: StepPlan, old: torch.Tensor, work: list[Work], reduce: Reduce) -> list[tuple]:
         """(coefficient, kept) of each microbatch, from the trainer's log-probs [sum of N] of all of them."""
         behaviour = torch.cat([w.behaviour for w in work])
@@ -102,8 +117,10 @@ class Objective:
         logp: torch.Tensor,
         entropy: torch.Tensor,
         sequence_log_ratio: torch.Tensor | None = None,
+        selected: torch.Tensor | None = None,
     ) -> Terms:
-        """The objective of one microbatch. `sequence_log_ratio`: from `needs_sequence_pass`; None: this microbatch tells it alone."""
+        """The objective of one microbatch. `sequence_log_ratio`, `selected`: from the passes before the update; None: this microbatch tells
+        them alone."""
         actor = self.config.actor
         old = logp.detach() if work.old is None else work.old
         coefficient, kept = work.coefficient, work.kept
@@ -115,6 +132,10 @@ class Objective:
         mask = torch.isfinite(work.behaviour)
         policy = policy_loss(self.function, logp, base, work.advantages, mask, actor, sequence_log_ratio)
         loss = policy.loss * coefficient
+        if actor.negative_token_fraction < 1:
+            if selected is None:
+                selected = self.selected(plan, entropy, [work], alone)
+            loss = torch.where(selected, loss, 0.0)
         if actor.entropy_coef:
             loss = loss + entropy_loss(entropy, policy.counted, actor.entropy_coef)
         weighted = loss * work.batch.weight.to(loss.device)

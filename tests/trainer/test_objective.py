@@ -40,6 +40,7 @@ class Batch:
             self.work.append(Work(batch, batch.value.float(), batch.behaviour, old))
         assert len(self.work) >= 3 and not self.plan.whole
         noise = torch.Generator().manual_seed(9)
+        self.entropy = [torch.rand(len(w.old), generator=noise) for w in self.work]
         self.logp = [(w.old + 0.1 * torch.randn(len(w.old), generator=noise)).requires_grad_() for w in self.work]
 
     def computed(self) -> tuple[float, np.ndarray]:
@@ -49,24 +50,27 @@ class Batch:
             for work, (coefficient, kept) in zip(self.work, corrected, strict=True):
                 work.coefficient, work.kept = coefficient, kept
         sizes = [len(w.old) for w in self.work]
-        ratios = [None] * len(sizes)
+        ratios = selected = [None] * len(sizes)
         if self.objective.needs_sequence_pass(self.plan):
             whole = self.objective.sequence_log_ratio(self.plan, torch.cat(self.logp), self.work, alone)
             ratios = whole.split(sizes)
+        if self.objective.needs_entropy_pass(self.plan):
+            selected = self.objective.selected(self.plan, torch.cat(self.entropy), self.work, alone).split(sizes)
         total = sum(
-            self.objective.terms(self.plan, w, logp, torch.zeros_like(logp), ratio).loss.sum()
-            for w, logp, ratio in zip(self.work, self.logp, ratios, strict=True)
+            self.objective.terms(self.plan, *parts).loss.sum()
+            for parts in zip(self.work, self.logp, self.entropy, ratios, selected, strict=True)
         )
         total.backward()
         return total.item(), np.concatenate([logp.grad.numpy() for logp in self.logp])
 
     def flat(self) -> dict[str, np.ndarray]:
-        """All tokens: rollout, advantage, behaviour, old, new; float64."""
+        """All tokens: rollout, advantage, behaviour, old, entropy, new; float64."""
         return {
             "rollout": torch.cat([w.batch.sequence for w in self.work]).numpy(),
             "advantage": torch.cat([w.advantages for w in self.work]).double().numpy(),
             "behaviour": torch.cat([w.behaviour for w in self.work]).double().numpy(),
             "old": torch.cat([w.old for w in self.work]).double().numpy(),
+            "entropy": torch.cat(self.entropy).double().numpy(),
             "new": torch.cat(self.logp).detach().double().numpy(),
         }
 
@@ -88,7 +92,7 @@ def clipped(ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: floa
     return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
-def decoupled_ppo_geo_mask(new, rollout, advantage, behaviour, old):
+def decoupled_ppo_geo_mask(new, rollout, advantage, behaviour, old, entropy):
     weight = torch.zeros_like(new)
     for at in members(rollout):
         if BAND[0] <= math.exp(float((old - behaviour)[at].mean())) <= BAND[1]:
@@ -96,11 +100,11 @@ def decoupled_ppo_geo_mask(new, rollout, advantage, behaviour, old):
     return -(weight * clipped((new - old).exp(), advantage, 0.2, 0.2)).mean()
 
 
-def ppo_on_the_engine(new, rollout, advantage, behaviour, old):
+def ppo_on_the_engine(new, rollout, advantage, behaviour, old, entropy):
     return -clipped((new - behaviour).exp(), advantage, 0.2, 0.2).mean()
 
 
-def gspo(new, rollout, advantage, behaviour, old):
+def gspo(new, rollout, advantage, behaviour, old, entropy):
     """The paper's objective needs one advantage per rollout; here tokens may differ (segments carry their own), so its token form."""
     out = torch.zeros((), dtype=torch.float64)
     groups = members(rollout)
@@ -110,7 +114,17 @@ def gspo(new, rollout, advantage, behaviour, old):
     return out
 
 
-def flash_reinforce(new, rollout, advantage, behaviour, old):
+def flash_reinforce_of_uncertain_tokens(new, rollout, advantage, behaviour, old, entropy):
+    """Segments of a rollout carry their own advantages here: its tokens with a negative one are what failed."""
+    chosen = torch.ones_like(new)
+    for at in members(rollout):
+        failed = at[advantage[at] < 0]
+        order = sorted(failed.tolist(), key=lambda t: -entropy[t].item())
+        chosen[order[math.ceil(0.3 * len(failed)) :]] = 0
+    return flash_reinforce(new, rollout, advantage * chosen, behaviour, old, entropy)
+
+
+def flash_reinforce(new, rollout, advantage, behaviour, old, entropy):
     out = torch.zeros((), dtype=torch.float64)
     groups = members(rollout)
     for at in groups:
@@ -152,6 +166,10 @@ CASES = {
         },
     ),
 }
+CASES["FlashREINFORCE, uncertain tokens of failures"] = (
+    flash_reinforce_of_uncertain_tokens,
+    {**CASES["FlashREINFORCE"][1], "actor__negative_token_fraction": 0.3},
+)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -197,44 +197,100 @@ def test_tensor_parallel_size_that_does_not_divide_the_heads_is_refused(models: 
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "grpo as published": {"actor__loss_aggregation": "sequence_mean", "actor__eps_clip_low_high": (0.2, 0.28)},
-    "gspo, two epochs": {
+    "gspo, two epochs, geometric mean clipped": {
         "actor__loss_mode": "gspo",
         "actor__loss_aggregation": "sequence_mean",
         "train__max_epochs": 2,
         "algo__advantage__is_correction_level": "geo",
         "algo__advantage__is_correction_mode": "clip",
+        "algo__advantage__is_correction_threshold": (0.07, 5.0),
     },
-    "sequence gate": {
+    "cispo, gate on the divergence": {
         "actor__loss_mode": "cispo",
         "actor__eps_clip_low_high": (0.0, 3.0),
         "algo__advantage__is_correction_level": "binary_kl",
         "algo__advantage__is_correction_mode": "mask",
         "algo__advantage__is_correction_threshold": (0.0, 0.04),
     },
+    "dr_grpo, gate on the product": {
+        "actor__loss_aggregation": "constant",
+        "actor__loss_length": 8,
+        "algo__advantage__is_correction_level": "seq",
+        "algo__advantage__is_correction_mode": "mask",
+        "algo__advantage__is_correction_threshold": (1e-12, 1e3),
+    },
+    "prompts alike, gate on the geometric mean": {
+        "actor__loss_aggregation": "prompt_mean",
+        "algo__advantage__is_correction_level": "geo",
+        "algo__advantage__is_correction_mode": "mask",
+        "algo__advantage__is_correction_threshold": (0.07, 5.0),
+    },
+    "segments alike, uncertain tokens of failures": {
+        "actor__loss_mode": "reinforce",
+        "actor__loss_aggregation": "segment_mean",
+        "actor__negative_token_fraction": 0.4,
+    },
 }
+DEPTHS = (1, 2, 4)
 
 
-def each_objective(mesh: Any, model: Path) -> dict[tuple[str, int], Any]:
-    """Each objective, with the groups' ragged rollouts of one or two segments in few and in many microbatches."""
+def in_microbatches(mesh: Any, config: Config, depth: int) -> tuple[Any, list[Any]]:
+    """The groups' ragged rollouts of one or two segments, dealt out to `depth` microbatches: the plan and this rank's samples."""
+    plan, samples = planned(*make_groups(), config, mesh.dp_size)
+    (window,), mine = plan.windows, samples[mesh.dp_rank]
+    window.micro_batches = depth
+    for place, sample in enumerate(mine):
+        sample.micro = place % depth
+    return plan, mine
+
+
+def each_objective(mesh: Any, model: Path) -> dict[tuple[str, str, int], Any]:
+    """Each objective in every layout and at every depth; which depth goes with which layout changes from one to the next."""
     from molt_ray.trainer.learner import Learner
 
     answers = {}
-    for (name, options), tokens in product(OBJECTIVES.items(), (60, 400)):
-        config = make_config(model, train__max_tokens_per_gpu=tokens, fsdp__packing_samples=tokens == 60, **options)
-        plan, samples = planned(*make_groups(), config, mesh.dp_size)
-        learner = Learner(config, mesh, None)
-        metrics = learner.train(plan, samples[mesh.dp_rank])
-        answers[name, tokens] = parameters(learner), metrics
+    for turn, (name, options) in enumerate(OBJECTIVES.items()):
+        for place, (layout, how) in enumerate(SPLITS.items()):
+            depth = DEPTHS[(turn + place) % len(DEPTHS)]
+            config = make_config(model, **how, **options)
+            learner = Learner(config, mesh, None)
+            metrics = learner.train(*in_microbatches(mesh, config, depth))
+            answers[name, layout, depth] = parameters(learner), metrics
     return answers
 
 
-def test_objectives_over_whole_rollouts_do_not_depend_on_the_split(models: dict[str, Path]) -> None:
-    alone, two = (run_ranks(each_objective, world, models["dense"])[0] for world in (1, 2))
-    for name in OBJECTIVES:
-        expected, metrics = alone[name, 400]
-        for answers, tokens in ((alone, 60), (two, 60), (two, 400)):
-            weights, others = answers[name, tokens]
-            assert largest_difference(weights, expected) <= 2e-6, (name, tokens)
-            for key in ("policy_loss", "actor_grad_norm", "is_filter_ratio", "is_sequence_ratio"):
-                assert others[key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-7), (name, tokens, key)
-    assert 0 < alone["sequence gate", 400][1]["is_sequence_ratio"] < 1
+def undivided(mesh: Any, model: Path) -> dict[str, Any]:
+    """Each objective in one padded microbatch."""
+    from molt_ray.trainer.learner import Learner
+
+    answers = {}
+    for name, options in OBJECTIVES.items():
+        config = make_config(model, **options)
+        learner = Learner(config, mesh, None)
+        metrics = learner.train(*in_microbatches(mesh, config, 1))
+        answers[name] = parameters(learner), metrics
+    return answers
+
+
+@pytest.fixture(scope="module")
+def whole_objectives(models: dict[str, Path]) -> dict[str, Any]:
+    answers = run_ranks(undivided, 1, models["dense"])[0]
+    for name, measure in (
+        ("gspo, two epochs, geometric mean clipped", "is_filter_ratio"),
+        ("cispo, gate on the divergence", "is_sequence_ratio"),
+        ("dr_grpo, gate on the product", "is_sequence_ratio"),
+        ("prompts alike, gate on the geometric mean", "is_sequence_ratio"),
+    ):
+        assert 0 < answers[name][1][measure] < 1, f"{name}: the band decides something"
+    return answers
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_objectives_over_whole_rollouts_do_not_depend_on_the_split(
+    world: int, models: dict[str, Path], whole_objectives: dict[str, Any]
+) -> None:
+    for (name, *split), (weights, metrics) in run_ranks(each_objective, world, models["dense"])[0].items():
+        expected, others = whole_objectives[name]
+        assert largest_difference(weights, expected) <= TOLERANCE, (name, split)
+        for key in ("policy_loss", "actor_grad_norm", "is_filter_ratio", "is_sequence_ratio"):
+            assert metrics[key] == pytest.approx(others[key], rel=1e-4, abs=1e-7), (name, split, key)
