@@ -12,7 +12,7 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import ray.data
 from ray import serve
@@ -21,6 +21,7 @@ from graphs.graph import Edge, Graph, Node
 from graphs.lifecycle import Timer, refuse_what_is_in_use, stop_on_signals, together
 from molt_ray import resources
 from molt_ray.algorithm.advantage import advantage_values, estimator_of
+from molt_ray.algorithm.kl_controller import KlController
 from molt_ray.config import Config
 from molt_ray.engine.fleet import Fleet
 from molt_ray.experience import Row
@@ -32,7 +33,7 @@ from molt_ray.rollout.evaluator import Evaluator
 from molt_ray.rollout.filters import group_filter
 from molt_ray.rollout.pool import Group, GroupPool
 from molt_ray.rollout.prompts import PromptOrder, read_held_out, read_prompts
-from molt_ray.trainer.group import TrainerGroup
+from molt_ray.trainer.group import CriticGroup, ReferenceGroup, TrainerGroup
 from serve_apps import agents, capture
 from serve_apps.deploy import app_name, deploy, release, sweep, wait_running
 
@@ -57,11 +58,13 @@ def declare(config: Config, form: AgentForm, *, gpus: bool) -> Graph:
             "actor.num_gpus_per_node",
         ),
     ]
+    nodes += scoring_nodes(config, int(gpus))
     edges = [
         Edge("GroupPool", "AgentWorker", "prompts, a group a call"),
         Edge("AgentWorker", "GroupPool", "light rows, references to packs"),
         Edge("GroupPool", "TrainerRank", "Ray Data: rows and references of a batch"),
         Edge("TrainerRank", "PolicyEngine", "weights"),
+        *(Edge(node.name, "TrainerRank", "a column per token, by reference") for node in nodes[3:]),
     ]
     if form == "env":
         return Graph(nodes, [*edges, Edge("AgentWorker", "PolicyEngine", "token ids")])
@@ -77,12 +80,24 @@ def declare(config: Config, form: AgentForm, *, gpus: bool) -> Graph:
     return Graph([*nodes, endpoint], [*edges, *calls])
 
 
+def scoring_nodes(config: Config, gpus: int) -> list[Node]:
+    """Ranks that add to a batch what the objective asks for, each group of its own size."""
+    cpus, what = resources.SCORER_CPUS, "actors: FSDP2"
+    nodes = []
+    if config.needs_reference:
+        nodes.append(Node("ReferenceRank", what, config.of_reference().world_size, cpus, gpus, "ref.num_gpus_per_node"))
+    if config.needs_critic:
+        nodes.append(Node("CriticRank", what, config.of_critic().world_size, cpus, gpus, "critic.num_gpus_per_node"))
+    return nodes
+
+
 @dataclass(slots=True)
 class Step:
     """One batch on its way to the ranks."""
 
     groups: list[Group]
     rows: list[Row]
+    training: list[list[Row]]  # by data-parallel rank, as in `datasets`
     plan: StepPlan
     datasets: list[ray.data.Dataset]
     seconds: dict[str, float] = field(default_factory=dict)
@@ -98,10 +113,14 @@ class Loop:
     fleet: Fleet
     trainers: TrainerGroup
     log: MetricsLog
+    kl: KlController
+    reference: ReferenceGroup | None = None
+    critic: CriticGroup | None = None
     evaluator: Evaluator | None = None
     version: int = 0
     step: int = 0
     reported: float = field(default_factory=time.monotonic)
+    learning: asyncio.Task[dict[str, float]] | None = None  # the critic's
     engine_busy: float = 0.0  # seconds of all engines, up to the last report
 
     async def run(self) -> None:
@@ -112,12 +131,15 @@ class Loop:
             while not self.done() and (step := await self.awaited(upcoming)) is not None:
                 upcoming = asyncio.create_task(self.prepare(self.version + 1))
                 with Timer(step.seconds, "policy_train"):
-                    trained = await self.trainers.train(step.plan, step.datasets)
+                    trained = await self.train(step)
                 with Timer(step.seconds, "evaluation_wait"):
                     await evaluation
                 with Timer(step.seconds, "broadcast"):
                     await self.refit()
                 self.dispatcher.refitted(self.version, step.groups)
+                if self.learning is not None:
+                    with Timer(step.seconds, "critic_wait"):
+                        trained |= await self.learning
                 await self.report(step, trained)
                 evaluation = asyncio.create_task(self.evaluate(self.config.eval.due(self.step)))
                 del step  # the last hold on its packs: they are freed before the next batch is waited for
@@ -125,9 +147,10 @@ class Loop:
             upcoming.cancel()
             await self.evaluate(not self.config.eval.due(self.step))
         finally:
-            upcoming.cancel()
-            evaluation.cancel()
-            await asyncio.gather(upcoming, evaluation, return_exceptions=True)
+            under_way = [task for task in (upcoming, evaluation, self.learning) if task is not None]
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
 
     async def evaluate(self, due: bool) -> None:
         """An evaluation of the engines' weights, if one is `due`; the next refit waits for it, the training does not."""
@@ -166,8 +189,26 @@ class Loop:
             rows = [row for group in groups for row in group.rows()]
             values, trains = advantage_values(rows, self.config)
             training = [row for row, train in zip(rows, trains, strict=True) if train]
+            await self.annotate(training, version)
             plan, frames = plan_step(training, values[trains], version, self.config, self.trainers.dp_size)
-            return Step(groups, rows, plan, to_datasets(frames), seconds)
+            return Step(groups, rows, [list(frame["row"]) for frame in frames], plan, to_datasets(frames), seconds)
+
+    async def annotate(self, rows: list[Row], version: int) -> None:
+        """Has the reference and the critic, where there are any, add what they say of the batch."""
+        scorers = [group for group in (self.reference, self.critic) if group is not None]
+        await asyncio.gather(*(group.annotate(rows, version) for group in scorers))
+
+    async def train(self, step: Step) -> dict[str, float]:
+        """The policy's update. The critic learns from the returns that come of it, and goes on while the engines are refitted."""
+        step.plan.kl_coef, step.plan.frozen = self.kl.coef, self.step < self.config.actor.freezing_steps
+        trained = await self.trainers.train(step.plan, step.datasets, step.training)
+        if "kl" in trained:
+            trained["kl_coef"] = self.kl.coef
+            self.kl.update(trained["kl"], step.plan.rollouts)
+        if self.critic is not None:
+            rows = [row for mine in step.training for row in mine]
+            self.learning = asyncio.create_task(self.critic.train(rows, step.plan.version))
+        return trained
 
     async def refit(self) -> None:
         """The engines get the trainer's weights under the next version, which is noted first: it must not be used again after a crash."""
@@ -189,9 +230,8 @@ class Loop:
             with Timer(step.seconds, "record"):
                 await asyncio.wait_for(write_records.remote(str(file), self.step, step.rows), RECORD_S)
         if self.config.ckpt.save_steps > 0 and self.step % self.config.ckpt.save_steps == 0:
-            state = {"step": self.step, "version": self.version, "pool": self.pool.state()}
             with Timer(step.seconds, "checkpoint"):
-                await self.trainers.save(f"step-{self.step:06d}", state)
+                await self.save()
         now, busy = time.monotonic(), sum(self.fleet.busy.values())
         step.seconds["step_total"], self.reported = now - self.reported, now
         step.seconds["engine_busy"], self.engine_busy = (busy - self.engine_busy) / self.config.vllm.num_engines, busy
@@ -212,14 +252,33 @@ class Loop:
         }
         self.log.write(self.step, values)
 
+    async def save(self) -> None:
+        """A checkpoint of this step; the files are written while training goes on."""
+        tag = f"step-{self.step:06d}"
+        state = {"step": self.step, "version": self.version, "kl_coef": self.kl.coef, "pool": self.pool.state()}
+        if self.critic is not None:
+            await self.critic.save(tag, {})
+        await self.trainers.save(tag, state)
+
+    async def load(self) -> dict[str, Any] | None:
+        """The newest checkpoint that is complete, with a critic in both groups."""
+        if self.critic is None:
+            return await self.trainers.load()
+        critics = await self.critic.saved()
+        both = [tag for tag in await self.trainers.saved() if tag in critics]
+        if not both:
+            return None
+        await self.critic.load(both[-1])
+        return await self.trainers.load(both[-1])
+
     async def resume(self) -> None:
         """Continues from the newest complete checkpoint, if there is one: its weights reach the engines before the first rollout,
         under a version that no token of the run's earlier life carries."""
-        state = await self.trainers.load()
+        state = await self.load()
         if state is None:
             print("no complete checkpoint: starting from the model", flush=True)
             return
-        self.step = state["step"]
+        self.step, self.kl.coef = state["step"], state["kl_coef"]
         self.pool.restore(state["pool"])
         noted = self.log.folder / "version"
         self.version = max(state["version"], int(noted.read_text()) if noted.exists() else 0)
@@ -250,7 +309,12 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
         fleet = Fleet(config)
         stack.push_async_callback(fleet.stop)
         trainers = TrainerGroup(config, total_optimizer_steps=optimizer_steps(config, len(prompts)))
-        stack.push_async_callback(trainers.shutdown)
+        reference = ReferenceGroup(config.of_reference()) if config.needs_reference else None
+        critic = critic_group(config, len(prompts)) if config.needs_critic else None
+        ranks = {"trainer_ranks": trainers, "reference_ranks": reference, "critic_ranks": critic}
+        ranks = {name: group for name, group in ranks.items() if group is not None}
+        for group in ranks.values():
+            stack.push_async_callback(group.shutdown)
         order = PromptOrder(len(prompts), episodes=config.train.num_episodes, seed=config.train.seed)
         pool = GroupPool(
             order,
@@ -265,18 +329,21 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
             await together(
                 startup,
                 engines=fleet.start(),
-                trainer_ranks=trainers.start(),
                 agent_workers=start_workers(config, form),
+                **{name: group.start() for name, group in ranks.items()},
             )
         dispatcher.workers = serve.get_deployment_handle("AgentWorker", app_name(config.run.name, "agents"))
         log = MetricsLog(Path(config.run.dir), config.run.name, step_limit(config, len(prompts)))
         stack.callback(conclude, log, startup)
         evaluator = Evaluator(config, held_out, dispatcher.workers) if held_out else None
-        loop = Loop(config, pool, dispatcher, fleet, trainers, log, evaluator)
+        kl = KlController(config.kl_coef, config.algo.kl.target, config.algo.kl.horizon)
+        loop = Loop(config, pool, dispatcher, fleet, trainers, log, kl, reference, critic, evaluator)
         if config.ckpt.load_enable:
             await loop.resume()
         await loop.run()
-        await trainers.finish_save()
+        for group in (trainers, critic):
+            if group is not None:
+                await group.finish_save()
         if not config.ckpt.disable_final_save:
             with Timer(startup, "export"):
                 await trainers.export(config.ckpt.output_dir)
@@ -310,6 +377,11 @@ def step_limit(config: Config, prompts: int) -> int:
     """Rollout batches of the whole run, when no prompt fails or is filtered."""
     batches = -(-prompts * config.train.num_episodes // config.groups_per_batch)
     return batches if config.train.max_steps is None else min(batches, config.train.max_steps)
+
+
+def critic_group(config: Config, prompts: int) -> CriticGroup:
+    own = config.of_critic()
+    return CriticGroup(own, total_optimizer_steps=optimizer_steps(own, prompts))
 
 
 def optimizer_steps(config: Config, prompts: int) -> int:

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from molt_ray.config import Config, ConfigError, own_functions_from, parse
+from molt_ray.command_line import own_functions_from, parse
+from molt_ray.config import Config, ConfigError
 from molt_ray.errors import RunError
 
 BEGUN = time.monotonic()

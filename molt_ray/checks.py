@@ -10,7 +10,7 @@ from molt_ray.config import Config, refuse
 
 GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "reinforce_baseline", "rloo"})  # they compare the samples of a group
 # Names beside path/to/file.py:name. Kept here because the functions' modules import numpy and torch.
-ESTIMATORS = GROUP_ESTIMATORS | {"reinforce", "flash_reinforce", "turn_credit"}
+ESTIMATORS = GROUP_ESTIMATORS | {"reinforce", "flash_reinforce", "turn_credit", "gae", "on_policy_distill"}
 LOSSES = frozenset({"ppo", "cispo", "gspo", "reinforce"})
 
 
@@ -22,6 +22,8 @@ def check(config: Config) -> Config:
     check_layout(config)
     check_exactness(config)
     check_algorithm(config)
+    check_kl(config)
+    check_critic(config)
     return config
 
 
@@ -160,3 +162,47 @@ def check_algorithm(c: Config) -> None:
         refuse(
             "algo.dynamic_filtering_enable", True, "compares a group's mean: set --rollout.n_samples_per_prompt above 1"
         )
+
+
+def check_kl(c: Config) -> None:
+    kl, distill = c.algo.kl, c.algo.advantage.estimator == "on_policy_distill"
+    if c.algo.advantage.token_estimator == "on_policy_distill" and not distill:
+        remedy = "belongs to --algo.advantage.estimator on_policy_distill; leave it out"
+        refuse("algo.advantage.token_estimator", "on_policy_distill", remedy)
+    if distill:
+        if not c.ref.model_name_or_path:
+            refuse(
+                "ref.model_name_or_path", "", "required by --algo.advantage.estimator on_policy_distill: the teacher"
+            )
+        if not c.needs_reference:
+            refuse(
+                "algo.kl.init_coef", kl.init_coef, "must be above 0 with on_policy_distill, which has no other signal"
+            )
+        if kl.use_loss or kl.estimator != "k1" or kl.target is not None:
+            refuse(
+                "algo.kl", kl.model_dump(), "on_policy_distill takes k1 as its advantage: leave the other options out"
+            )
+    if not c.needs_reference:
+        for option, value in (
+            ("algo.kl.use_loss", kl.use_loss),
+            ("algo.kl.target", kl.target),
+            ("ref.model_name_or_path", c.ref.model_name_or_path),
+        ):
+            if value:
+                refuse(option, value, "needs a KL: set --algo.kl.init_coef above 0")
+    if (ranks := c.ref.num_nodes * c.ref.num_gpus_per_node) % c.ref.tp_size:
+        refuse("ref.tp_size", c.ref.tp_size, f"must divide the {ranks} reference ranks")
+
+
+def check_critic(c: Config) -> None:
+    if (ranks := c.critic.num_nodes * c.critic.num_gpus_per_node) % c.critic.tp_size:
+        refuse("critic.tp_size", c.critic.tp_size, f"must divide the {ranks} critic ranks")
+    if c.needs_critic:
+        return
+    for option, value in (
+        ("critic.model_name_or_path", c.critic.model_name_or_path),
+        ("actor.freezing_steps", c.actor.freezing_steps),
+        ("algo.advantage.token_estimator", c.algo.advantage.token_estimator == "gae"),
+    ):
+        if value:
+            refuse(option, value, "needs a critic: set --algo.advantage.estimator gae")

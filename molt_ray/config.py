@@ -1,19 +1,17 @@
 """Every option of molt_ray, in one typed tree.
 
-Guarantees: nothing heavy is imported here, so `--help` answers at once; a YAML recipe is read first and dotted flags go
-on top of it; an unknown key, a wrong type or a contradiction is refused before anything starts, naming the option and
-the remedy. Where a published flag has a meaning here its name holds (docs/flags.md lists each). Batch sizes count rollouts.
+Guarantees: nothing heavy is imported here, so `--help` answers at once; an unknown key or a wrong type is refused. How options are read
+stands in molt_ray/command_line.py, which combinations are refused in molt_ray/checks.py. Where a published flag has a meaning
+here its name holds (docs/flags.md lists each). Batch sizes count rollouts.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 # `--vllm.extra '{"key": value}'` on the command line, a mapping in a recipe.
 JsonDict = Annotated[
@@ -89,6 +87,39 @@ class ActorConfig(Section):
     """Floor of the decay, as a share of the peak rate."""
     max_norm: float = Field(default=1.0, gt=0)
     """Gradient clipping: global L2 norm."""
+    freezing_steps: int = Field(default=0, ge=0)
+    """Rollout batches at the start in which only the critic trains (gae)."""
+
+
+class RefConfig(Section):
+    """The reference or teacher: ranks of their own, there only when algo.kl.init_coef is above 0. They compute as the trainer does."""
+
+    model_name_or_path: str = ""
+    """Frozen policy that the KL is measured against. Empty: the actor's model as it is at the start of the run; a teacher must be named."""
+    num_nodes: int = Field(default=1, ge=1)
+    """Nodes that hold reference ranks."""
+    num_gpus_per_node: int = Field(default=1, ge=1)
+    """Reference ranks per node."""
+    tp_size: int = Field(default=1, ge=1)
+    """Tensor-parallel ranks among them."""
+
+
+class CriticConfig(Section):
+    """The critic of --algo.advantage.estimator gae, on ranks of its own. Its schedule, clipping of gradients and layout are the actor's."""
+
+    model_name_or_path: str = ""
+    """Model under the value head. Empty: the actor's."""
+    num_nodes: int = Field(default=1, ge=1)
+    """Nodes that hold critic ranks."""
+    num_gpus_per_node: int = Field(default=1, ge=1)
+    """Critic ranks per node."""
+    tp_size: int = Field(default=1, ge=1)
+    """Tensor-parallel ranks among them."""
+    adam: AdamConfig = AdamConfig(lr=5e-6)
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """Keeps the trained value within so much of the one before the batch. None: plain squared error."""
+    max_epochs: int | None = Field(default=None, ge=1)
+    """Passes over each rollout batch. None: train.max_epochs."""
 
 
 class FsdpConfig(Section):
@@ -174,15 +205,18 @@ class RewardConfig(Section):
 
 class AdvantageConfig(Section):
     estimator: str = "reinforce"
-    """reinforce, reinforce_baseline, rloo, grpo, dr_grpo, flash_reinforce, turn_credit, or a function of your own by
-    path/to/file.py:name; docs/algorithms.md has the formulas, docs/write_an_estimator.md an example."""
+    """reinforce, reinforce_baseline, rloo, grpo, dr_grpo, flash_reinforce, turn_credit, gae (with a critic), on_policy_distill (from
+    ref.model_name_or_path), or a function of your own by path/to/file.py:name; docs/algorithms.md has the formulas,
+    docs/write_an_estimator.md an example."""
     token_estimator: str = ""
     """The second stage, advantages of tokens from values of rollouts: one of the estimator's names or path/to/file.py:name. Empty: the
     estimator's own; for one by path the value at each token, whitened."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount per action token (reinforce) or per turn (turn_credit)."""
+    """Discount per action token (reinforce, gae) or per turn (turn_credit)."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Decay of the temporal differences in gae: 1 trusts the returns, 0 the critic."""
     no_whiten: bool = False
-    """Do not whiten advantages over the batch (reinforce, reinforce_baseline, turn_credit, estimators by path)."""
+    """Do not whiten advantages over the batch (reinforce, reinforce_baseline, turn_credit, gae, estimators by path)."""
     is_correction_level: Literal["auto", "off", "token", "seq", "geo", "binary_kl"] = "auto"
     """Importance correction between engine and trainer, w = trainer / engine: by each token's w, by their product or geometric mean over
     the rollout, or by the rollout's mean binary divergence (FlashREINFORCE). auto: token when tokens may be stale, else off."""
@@ -192,8 +226,22 @@ class AdvantageConfig(Section):
     """Band (low, high) of the level's value; for binary_kl (0, the largest divergence)."""
 
 
+class KlConfig(Section):
+    init_coef: float | None = Field(default=None, ge=0)
+    """Weight of the KL to the reference. None: 0, which means no reference at all; 1 for on_policy_distill."""
+    use_loss: bool = False
+    """Add the KL to the loss instead of taking it from the reward."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimate of the KL per token. In the reward k1 is the usual one; in the loss k2 has the gradient of the KL and k3 GRPO's form."""
+    target: float | None = Field(default=None, gt=0)
+    """Adapt the weight so that the mean KL per token comes to this. None: fixed."""
+    horizon: int = Field(default=10000, ge=1)
+    """Rollouts over which the adaptive weight moves."""
+
+
 class AlgoConfig(Section):
     advantage: AdvantageConfig = AdvantageConfig()
+    kl: KlConfig = KlConfig()
     dynamic_filtering_enable: bool = False
     """Drop groups whose mean score is not inside dynamic_filtering_range; the next prompt takes the place of each."""
     dynamic_filtering_range: tuple[float, float] = (0.0, 1.0)
@@ -361,6 +409,8 @@ class Config(Section):
     """Train a language-model agent with reinforcement learning."""
 
     actor: ActorConfig = ActorConfig()
+    ref: RefConfig = RefConfig()
+    critic: CriticConfig = CriticConfig()
     fsdp: FsdpConfig = FsdpConfig()
     ckpt: CkptConfig = CkptConfig()
     data: DataConfig = DataConfig()
@@ -379,6 +429,39 @@ class Config(Section):
         return self.actor.num_nodes * self.actor.num_gpus_per_node
 
     @property
+    def kl_coef(self) -> float:
+        """`algo.kl.init_coef` with None decided."""
+        given = self.algo.kl.init_coef
+        return given if given is not None else float(self.algo.advantage.estimator == "on_policy_distill")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.algo.advantage.estimator == "gae"
+
+    def of_reference(self) -> Config:
+        """This configuration as the reference's ranks see it: their model and size in the actor's place."""
+        return self.with_role(self.ref, {})
+
+    def of_critic(self) -> Config:
+        """This configuration as the critic's ranks see it, with its optimizer, epochs and checkpoints."""
+        config = self.with_role(self.critic, {"adam": self.critic.adam})
+        train = config.train.model_copy(update={"max_epochs": self.critic.max_epochs or self.train.max_epochs})
+        ckpt = config.ckpt.model_copy(update={"path": f"{self.ckpt.path}-critic"})
+        packed = self.fsdp.layout != "padded"  # of shared prefixes only the policy knows
+        fsdp = config.fsdp.model_copy(update={"share_prefix": False, "packing_samples": packed})
+        return config.model_copy(update={"train": train, "ckpt": ckpt, "fsdp": fsdp})
+
+    def with_role(self, role: RefConfig | CriticConfig, changes: dict[str, Any]) -> Config:
+        model = role.model_name_or_path or self.actor.model_name_or_path
+        size = {"num_nodes": role.num_nodes, "num_gpus_per_node": role.num_gpus_per_node}
+        actor = self.actor.model_copy(update={"model_name_or_path": model, **size, **changes})
+        return self.model_copy(update={"actor": actor, "fsdp": self.fsdp.model_copy(update={"tp_size": role.tp_size})})
+
+    @property
     def groups_per_batch(self) -> int:
         """Prompt groups in one rollout batch."""
         return self.rollout.batch_size // self.rollout.n_samples_per_prompt
@@ -395,83 +478,3 @@ class Config(Section):
 
 def refuse(option: str, value: object, remedy: str) -> None:
     raise ConfigError(f"--{option} {value!r}: {remedy}")
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    """The nested options of a YAML recipe. Raises ConfigError when it cannot be read or is no mapping."""
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as e:
-        raise ConfigError(f"--recipe {path}: {e}") from e
-    if tree is not None and not isinstance(tree, dict):
-        raise ConfigError(f"--recipe {path}: expected a mapping of sections, got {type(tree).__name__}")
-    return tree or {}
-
-
-def build(tree: dict[str, Any]) -> Config:
-    """A Config from nested options; types and names are checked, combinations are not yet (see molt_ray/checks.py)."""
-    try:
-        return Config(**tree)
-    except ValidationError as e:
-        raise ConfigError("\n".join(map(fault, e.errors()))) from None
-
-
-def fault(error: Any) -> str:
-    """One pydantic error in the words of the command line."""
-    option = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        return f"--{option}: no such option; --help lists them"
-    return f"--{option} {error.get('input')!r}: {error['msg']}"
-
-
-def parse(argv: list[str], recipe: Path | None = None, root: Path | None = None, description: str = "") -> Config:
-    """The run's options: defaults, then the recipe, then dotted flags; relative paths of data, models and outputs become absolute.
-
-    Raises ConfigError for what a recipe or a combination gets wrong; a wrong flag ends the program with usage, as --help does.
-    """
-    from molt_ray.checks import check  # which speaks of the tree above
-
-    base = build(read_recipe(recipe)) if recipe else Config()
-    try:
-        config = tyro.cli(
-            Config,
-            args=argv,
-            default=base,
-            prog="jobs/train.py",
-            description=description or None,
-            use_underscores=True,
-            config=(tyro.conf.FlagConversionOff,),
-        )
-    except ValidationError as e:
-        raise ConfigError("\n".join(map(fault, e.errors()))) from None
-    return absolute(check(config), root or Path.cwd())
-
-
-def own_functions_from(config: Config, folder: Path) -> None:
-    """Takes the paths of the user's own functions (path/to/file.py:name) from `folder`, in place."""
-    for section, option in (
-        (config.algo.advantage, "estimator"),
-        (config.algo.advantage, "token_estimator"),
-        (config.algo, "group_filter"),
-        (config.actor, "loss_mode"),
-    ):
-        if ":" in (given := getattr(section, option)):
-            setattr(section, option, str(folder / given))
-
-
-def absolute(config: Config, root: Path) -> Config:
-    """`config` with its outputs filled in and its paths taken from `root`: a submitted job runs in an unpacked copy of the working
-    directory that goes away. `train.agent_path` is code and travels with the job, so it stays as it is."""
-    run = config.run.model_copy(update={"dir": str(root / (config.run.dir or f"runs/{config.run.name}"))})
-    ckpt = config.ckpt.model_copy(
-        update={
-            "output_dir": str(root / (config.ckpt.output_dir or f"{run.dir}/model")),
-            "path": str(root / (config.ckpt.path or f"{run.dir}/checkpoints")),
-        }
-    )
-    file = config.data.prompt_dataset
-    data = config.data.model_copy(update={"prompt_dataset": file and str(root / file)})
-    held_out = config.eval.model_copy(update={"dataset": config.eval.dataset and str(root / config.eval.dataset)})
-    model = root / config.actor.model_name_or_path
-    actor = config.actor.model_copy(update={"model_name_or_path": str(model)}) if model.is_dir() else config.actor
-    return config.model_copy(update={"run": run, "ckpt": ckpt, "data": data, "eval": held_out, "actor": actor})

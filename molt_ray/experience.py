@@ -60,6 +60,12 @@ TOKEN_COLUMNS = {
     "turn_index": np.int32,
     "temperatures": np.float32,  # of the turn that sampled the token; 1 on context
 }
+# Column families (d), each from ranks of its own, one float32 per action token of the segment (not per token).
+ADDED_COLUMNS = {
+    "reference": ("reference_logprobs",),  # of the reference or teacher
+    "critic": ("values",),  # of the context before the token
+    "returns": ("returns",),  # the critic's targets, from the trainer
+}
 Payload = dict[str, np.ndarray]  # the heavy columns of one family of one segment
 
 

@@ -36,6 +36,13 @@ class StepPlan:
 
     version: int  # the trainer's policy version while it trains this batch
     windows: list[Window]
+    kl_coef: float = 0.0  # weight of the KL to the reference, in the reward or in the loss
+    frozen: bool = False  # the policy does not move: only the critic trains
+
+    @property
+    def segments(self) -> int:
+        """Segments of the batch that have action tokens; `Share.segment` numbers them."""
+        return sum(window.segments for window in self.windows)
 
     @property
     def rollouts(self) -> int:
@@ -55,6 +62,8 @@ class Share:
     weight: float  # of each of its action tokens in the loss; see algorithm/aggregation.py
     sequence: int  # number of its rollout within the batch
     tokens: int  # action tokens of its rollout, over all segments
+    segment: int  # its own number within the batch: the rollout's next segment with action tokens has the next
+    last: bool  # no segment with action tokens follows it in its rollout
 
 
 def windows_of(rows: list[Row], rollouts_per_step: int) -> list[list[int]]:
@@ -89,8 +98,8 @@ def plan_step(
             )
             parts[rank] += [(mine[i], number, micro) for micro, batch in enumerate(batches) for i in batch]
             micro_batches = max(micro_batches, len(batches))
-        before = sum(window.rollouts for window in windows)
-        shares |= dict(zip(members, shares_of([rows[i] for i in members], before, config), strict=True))
+        made = [rows[i] for i in members]
+        shares |= dict(zip(members, shares_of(made, windows, config), strict=True))
         rollouts = len({rows[i].rollout_id for i in members})
         windows.append(Window(micro_batches, sum(rows[i].action_tokens for i in members), rollouts, len(members)))
     frames = [
@@ -108,15 +117,24 @@ def plan_step(
     return StepPlan(version, windows), frames
 
 
-def shares_of(rows: list[Row], before: int, config: Config) -> list[Share]:
-    """The shares of one window's rows; `before`: rollouts of the windows ahead of it."""
-    number: dict[str, int] = {}
+def shares_of(rows: list[Row], before: list[Window], config: Config) -> list[Share]:
+    """The shares of one window's rows, all of which have action tokens; `before`: the windows ahead of it."""
+    rollout: dict[str, int] = {}
     for row in rows:
-        number.setdefault(row.rollout_id, before + len(number))
+        rollout.setdefault(row.rollout_id, sum(window.rollouts for window in before) + len(rollout))
+    order = sorted(range(len(rows)), key=lambda i: (rollout[rows[i].rollout_id], rows[i].segment))
+    number = {i: sum(window.segments for window in before) + n for n, i in enumerate(order)}
+    last = {rollout[rows[i].rollout_id]: i for i in order}
     lengths = response_lengths(rows)
     return [
-        Share(weight, number[row.rollout_id], lengths[row.rollout_id])
-        for row, weight in zip(rows, weights(rows, config).tolist(), strict=True)
+        Share(
+            weight,
+            sequence := rollout[row.rollout_id],
+            lengths[row.rollout_id],
+            segment=number[i],
+            last=last[sequence] == i,
+        )
+        for i, (row, weight) in enumerate(zip(rows, weights(rows, config).tolist(), strict=True))
     ]
 
 

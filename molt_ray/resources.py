@@ -8,3 +8,4 @@ ENGINE_CPUS = 0.3
 CAPTURE_CPUS = 0.1
 AGENT_WORKER_CPUS = 0.1
 TRAINER_CPUS = 0.2
+SCORER_CPUS = 0.1  # reference and critic ranks: the policy's wait for what they add

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from molt_ray.config import Config, ConfigError, build, own_functions_from, parse
+from molt_ray.command_line import build, own_functions_from, parse
+from molt_ray.config import Config, ConfigError
 
 ROOT = Path(__file__).parent.parent
 NEEDED = ["--actor.model_name_or_path", "m", "--train.agent_path", "a.py", "--data.prompt_dataset", "p.jsonl"]
@@ -65,7 +66,11 @@ def test_unknown_names_and_wrong_types_in_a_recipe(tree: dict, named: str):
         ([*NEEDED, "--rollout.top_p", "0.9"], "--rollout.top_p", "use 1"),
         ([*NEEDED, "--rollout.num_runners", "3", "--rollout.max_runners", "2"], "--rollout.max_runners 2", "at least"),
         ([*NEEDED, "--algo.advantage.is_correction_threshold", "2", "5"], "is_correction_threshold", "low <= 1"),
-        ([*NEEDED, "--algo.advantage.estimator", "gropo"], "--algo.advantage.estimator 'gropo'", "grpo, reinforce"),
+        (
+            [*NEEDED, "--algo.advantage.estimator", "gropo"],
+            "--algo.advantage.estimator 'gropo'",
+            "grpo, on_policy_distill",
+        ),
         ([*NEEDED, "--algo.advantage.token_estimator", "x"], "--algo.advantage.token_estimator 'x'", "turn_credit"),
         ([*NEEDED, "--algo.group_filter", "mine.py"], "--algo.group_filter 'mine.py'", "path/to/file.py:name"),
         ([*NEEDED, "--actor.loss_mode", "sppo"], "--actor.loss_mode 'sppo'", "cispo, gspo, ppo"),

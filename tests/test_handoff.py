@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from molt_ray.config import build
+from molt_ray.command_line import build
 from molt_ray.experience import Row
 from molt_ray.handoff import plan_step, windows_of
 

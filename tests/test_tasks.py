@@ -8,7 +8,8 @@ import sys
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from molt_ray.config import ConfigError, parse
+from molt_ray.command_line import parse
+from molt_ray.config import ConfigError
 from molt_ray.rollout.prompts import read_held_out, read_prompts
 from molt_ray.tasks import GUARDS, REFUSED, check_tasks, generate, verify
 

@@ -124,6 +124,11 @@ def turn_returns(segments: list[Row], gamma: float) -> dict[int, list[float]]:
     return out
 
 
+def terminal_reward(rows: list[Row], config: AdvantageConfig) -> np.ndarray:
+    """The rollout's reward on each of its segments: stage (ii) puts it at the last action token (gae) or leaves it (on_policy_distill)."""
+    return np.array([row.reward for row in rows], np.float64)
+
+
 # (rows of whole groups with shaped rewards, options) -> float64 [rows], or [rows, turns]
 ESTIMATORS: dict[str, Callable[[list[Row], AdvantageConfig], np.ndarray]] = {
     "reinforce": reinforce,
@@ -133,6 +138,8 @@ ESTIMATORS: dict[str, Callable[[list[Row], AdvantageConfig], np.ndarray]] = {
     "dr_grpo": group_mean_baseline,
     "flash_reinforce": batch_mean_baseline,
     "turn_credit": turn_credit,
+    "gae": terminal_reward,
+    "on_policy_distill": terminal_reward,
 }
 
 

@@ -132,3 +132,32 @@ def policy_loss(
 def entropy_loss(entropy: torch.Tensor, mask: torch.Tensor, coefficient: float) -> torch.Tensor:
     """The entropy bonus as a loss per token: -coefficient · entropy; 0 out of the mask and where it is not finite."""
     return -coefficient * torch.where(mask & torch.isfinite(entropy.detach()), entropy, 0.0)
+
+
+def kl_loss(
+    estimator: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    logp: torch.Tensor,
+    reference: torch.Tensor,
+    mask: torch.Tensor,
+    coefficient: float,
+) -> torch.Tensor:
+    """coefficient · KL estimate per token, with gradient in `logp`; 0 out of the mask and where either log-prob is not finite."""
+    counted = mask & torch.isfinite(logp.detach()) & torch.isfinite(reference)
+    estimate = estimator(torch.where(counted, logp.float(), 0.0), torch.where(counted, reference.float(), 0.0))
+    return coefficient * torch.where(counted, estimate, 0.0)
+
+
+def value_loss(
+    values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(½ max((V - R)², (clip(V, V_old ± clip) - R)²) per token, whether the clip decided); 0 where an input is not finite.
+
+    Schulman et al.'s PPO code; analysed in Engstrom et al. 2020 (arXiv 2005.12729), section 3. None: ½ (V - R)².
+    """
+    counted = torch.isfinite(values.detach()) & torch.isfinite(old) & torch.isfinite(returns)
+    v, before, target = (torch.where(counted, x.float(), 0.0) for x in (values, old, returns))
+    plain = (v - target).square()
+    if clip is None:
+        return torch.where(counted, plain / 2, 0.0), torch.zeros_like(counted)
+    bounded = (before + (v - before).clamp(-clip, clip) - target).square()
+    return torch.where(counted, torch.maximum(plain, bounded) / 2, 0.0), (bounded > plain).detach() & counted

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from molt_ray.trainer.learner import Learner
+from molt_ray.trainer.value import CriticLearner
 
 MARKER = "complete"
 
@@ -34,7 +35,7 @@ class Checkpoints:
         self.group = dist.new_group(backend="gloo")  # the background save must not meet training's collectives
         self.pending: Future | None = None
 
-    def save(self, learner: Learner, tag: str, client_state: dict[str, Any]) -> None:
+    def save(self, learner: Learner | CriticLearner, tag: str, client_state: dict[str, Any]) -> None:
         """Stages the state and returns; files are written in the background. Waits for the save before this one, and raises if that failed.
 
         `client_state` must be JSON. A checkpoint of the same tag is replaced.
@@ -70,13 +71,14 @@ class Checkpoints:
             pending, self.pending = self.pending, None
             pending.result(self.timeout_s)
 
-    def load(self, learner: Learner) -> dict[str, Any] | None:
-        """Restores the newest complete checkpoint and returns its client state; None when there is none.
+    def load(self, learner: Learner | CriticLearner, tag: str | None = None) -> dict[str, Any] | None:
+        """Restores the newest complete checkpoint, or that of the tag, and returns its client state; None when there is none.
 
         A rank that the checkpoint has no RNG state of (it was saved by fewer) goes on with its own.
         """
         self.finish()
-        choice = [str(found[-1]) if (found := self.found()) else None]
+        found = [folder for folder in self.found() if tag in (None, folder.name)]
+        choice = [str(found[-1]) if found else None]
         dist.broadcast_object_list(choice, src=0)  # one rank's view of the storage for all
         if choice[0] is None:
             return None
@@ -108,7 +110,7 @@ class Checkpoints:
                 shutil.rmtree(old)
 
 
-def state_of(learner: Learner) -> dict[str, Any]:
+def state_of(learner: Learner | CriticLearner) -> dict[str, Any]:
     model, optimizer = get_state_dict(learner.model, learner.optimizer.adamw)
     return {"model": model, "optimizer": optimizer, "steps": learner.optimizer.steps}
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from molt_ray.experience import Experience
+from molt_ray.experience import ADDED_COLUMNS, Experience
 from molt_ray.handoff import Share, StepPlan
 from molt_ray.trainer.shared_prefix import Bundle, common_prefixes
 
@@ -49,8 +49,11 @@ class MicroBatch:
     sequence_tokens: torch.Tensor  # float32 [N]: action tokens of that rollout
     counts: torch.Tensor  # int64 [K]: action tokens of each segment
     repeats: torch.Tensor  # int64 [B · S]: segments that hold the token at this flat position; 0: padding, or a dummy's
+    segment: torch.Tensor  # int64 [K]: number of each within the batch
+    last: torch.Tensor  # bool [K]: its rollout ends with it
     tokens: int  # of the segments: padding and dummies not counted, a shared prefix once for each
     bundles: list[Bundle] = field(default_factory=list)  # what fills the row when shared
+    added: dict[str, torch.Tensor] = field(default_factory=dict)  # what other ranks told: float32 [N] each, by column
 
 
 Placement = tuple[
@@ -132,9 +135,22 @@ def collate(samples: list[Sample], layout: str) -> MicroBatch:
         repeats=torch.from_numpy(
             np.bincount(np.concatenate([np.empty(0, np.int64), *places[: len(rows)]]), minlength=shape[0] * shape[1])
         ),
+        segment=torch.tensor([s.share.segment for s in samples], dtype=torch.int64),
+        last=torch.tensor([s.share.last for s in samples], dtype=torch.bool),
         tokens=sum(len(c["token_ids"]) for c in columns),
         bundles=bundles,
+        added=added_columns(samples),
     )
+
+
+def added_columns(samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """The columns of the families that other ranks added to the segments' own, one number per action token."""
+    names = {name: family for family, names in ADDED_COLUMNS.items() for name in names}
+    return {
+        name: flat([s.experience.heavy[family][name] for s in samples], np.float32)
+        for name, family in names.items()
+        if samples and family in samples[0].experience.heavy
+    }
 
 
 def per_token(sample: Sample, at: np.ndarray) -> np.ndarray:

@@ -288,6 +288,8 @@ def probe(model: PreTrainedModel, mesh: Mesh) -> MicroBatch:
         sequence_tokens=torch.full((n,), float(n)),
         counts=torch.tensor([n]),
         repeats=torch.ones(n + 1, dtype=torch.int64),
+        segment=torch.zeros(1, dtype=torch.int64),
+        last=torch.ones(1, dtype=torch.bool),
         tokens=n + 1,
         bundles=[Bundle.of(0, n + 1, [0])],
     )

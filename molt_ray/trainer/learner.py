@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from molt_ray.algorithm.chain import Chain
 from molt_ray.algorithm.kl import k1
-from molt_ray.algorithm.token_advantage import TokenBatch, token_advantages, token_estimator
+from molt_ray.algorithm.token_advantage import TokenBatch, gae_advantages, token_advantages, token_estimator
 from molt_ray.config import Config
 from molt_ray.handoff import StepPlan
 from molt_ray.trainer.collate import MicroBatch, Sample, collate, lay_out
@@ -48,6 +49,8 @@ class Learner:
         self.objective = Objective(config)
         self.balance = RouterBalance(self.model, weight) if (weight := config.actor.aux_loss_coef) else None
         self.token_advantages = token_estimator(config.algo.advantage)  # loaded once: a path is imported each time
+        # What a critic learns: float32 [action tokens] of each sample of the last batch.
+        self.returns: list[torch.Tensor] = []
         self.optimizer = PolicyOptimizer(
             self.model, mesh, defer_partial_gradients(self.model), config.actor, total_steps
         )
@@ -67,7 +70,9 @@ class Learner:
         norms, skipped = [], 0
         updating = time.perf_counter()
         rate = self.optimizer.lr
-        for _ in range(self.config.train.max_epochs):
+        for parts in work if plan.frozen else []:
+            self.look(plan, parts, tally)
+        for _ in range(0 if plan.frozen else self.config.train.max_epochs):
             for parts in work:
                 norm, applied = self.update(plan, parts, tally)
                 norms.append(norm)
@@ -101,13 +106,11 @@ class Learner:
         flat = [batch for parts in batches for batch in parts]
         before = [logp for parts in old for logp in parts]
         known = bool(before) and before[0] is not None
-        nothing = torch.zeros(0)
-        tokens = TokenBatch(
-            values=torch.cat([nothing.double(), *(b.value for b in flat)]),
-            counts=torch.cat([nothing.long(), *(b.counts for b in flat)]),
-            logp=torch.cat(before).cpu() if known else None,
-        )
+        tokens = self.token_batch(plan, flat, torch.cat(before).cpu() if known else None)
         advantages = token_advantages(self.token_advantages, tokens, self.config.algo.advantage, self.mesh.sum)
+        if self.config.needs_critic:
+            returns = gae_advantages(tokens, self.config.algo.advantage) + tokens.critic
+            self.returns = list(returns.float().split(tokens.counts.tolist()))
         device, sizes = self.mesh.device, [len(b.target) for b in flat]
         work = [
             Work(batch, advantage.to(device), batch.behaviour.to(device), logp)
@@ -120,27 +123,63 @@ class Learner:
         pieces = iter(work)
         return [[next(pieces) for _ in parts] for parts in batches]
 
+    def token_batch(self, plan: StepPlan, batches: list[MicroBatch], logp: torch.Tensor | None) -> TokenBatch:
+        """All of this rank's tokens, with what the KL costs each where it is part of the reward."""
+        penalty = None
+        if self.config.needs_reference and not self.config.algo.kl.use_loss:
+            penalty = plan.kl_coef * self.objective.kl_estimate(logp, added(batches, "reference_logprobs"))
+        nothing = torch.zeros(0)
+        return TokenBatch(
+            values=torch.cat([nothing.double(), *(b.value for b in batches)]),
+            chain=Chain(
+                counts=torch.cat([nothing.long(), *(b.counts for b in batches)]),
+                number=torch.cat([nothing.long(), *(b.segment for b in batches)]),
+                last=torch.cat([nothing.bool(), *(b.last for b in batches)]),
+                total=plan.segments,
+                reduce=self.mesh.sum,
+            ),
+            logp=logp,
+            penalty=penalty,
+            critic=added(batches, "values") if self.config.needs_critic else None,
+        )
+
     def sum_on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.mesh.sum(tensor.cpu()).to(tensor.device)
 
     def update(self, plan: StepPlan, parts: list[Work], tally: Tally) -> tuple[float, bool]:
         """One optimizer step: (gradient norm, whether it was applied)."""
         survey = self.survey(plan, parts)
-        told = zip(parts, survey.log_ratios, survey.selected, strict=True)
-        for index, (work, log_ratio, selected) in enumerate(told):
+        for index in range(len(parts)):
             self.model.set_requires_gradient_sync(index == len(parts) - 1)
-            with self.listen() as logits:
-                logp, entropy = score(self.model, work.batch, self.mesh)
-            terms = self.objective.terms(plan, work, logp, entropy, log_ratio, selected)
-            count(tally, plan.version, work, terms, logp, entropy)
-            loss = terms.loss.sum()
-            if self.balance:
-                uneven = self.balance.loss(logits, work.batch.repeats, survey.loads)
-                tally.add("aux_loss", uneven)
-                loss = loss + self.balance.coefficient * uneven
+            loss = self.forward(plan, parts, index, survey, tally)
             # FSDP averages gradients over the data-parallel ranks; the weights count the tokens of all of them.
             (loss * self.mesh.dp_size).backward()
         return self.optimizer.step()
+
+    def forward(self, plan: StepPlan, parts: list[Work], index: int, survey: Survey, tally: Tally) -> torch.Tensor:
+        """The loss of one microbatch of the window, counted."""
+        work = parts[index]
+        with self.listen() as logits:
+            logp, entropy = score(self.model, work.batch, self.mesh)
+        terms = self.objective.terms(plan, work, logp, entropy, survey.log_ratios[index], survey.selected[index])
+        count(tally, plan.version, work, terms, logp, entropy)
+        if (kl := self.objective.kl_to_reference(work, terms.old)) is not None:
+            tally.add("kl", kl)
+            tally.add("kl_tokens", len(kl))
+        loss = terms.loss.sum()
+        if self.balance:
+            uneven = self.balance.loss(logits, work.batch.repeats, survey.loads)
+            tally.add("aux_loss", uneven)
+            loss = loss + self.balance.coefficient * uneven
+        return loss
+
+    @torch.no_grad()
+    def look(self, plan: StepPlan, parts: list[Work], tally: Tally) -> None:
+        """Counts what an update would, for a policy that does not move yet."""
+        survey = self.survey(plan, parts)
+        for index in range(len(parts)):
+            self.forward(plan, parts, index, survey, tally)
+        reshard(self.model)
 
     @torch.no_grad()
     def survey(self, plan: StepPlan, parts: list[Work]) -> Survey:
@@ -173,7 +212,8 @@ class Learner:
     def metrics(self, plan: StepPlan, tally: Tally) -> dict[str, float]:
         """The published names. Raises ValueError when the ranks together did not get the action tokens that the plan counts."""
         sums, maxima = tally.reduce(self.mesh)
-        planned = self.config.train.max_epochs * sum(window.action_tokens for window in plan.windows)
+        passes = 1 if plan.frozen else self.config.train.max_epochs
+        planned = passes * sum(window.action_tokens for window in plan.windows)
         if sums["action_tokens"] != planned:
             raise ValueError(f"the plan counts {planned} action tokens, the ranks trained {int(sums['action_tokens'])}")
         ages = {name: sums[name] for name in sums if name.startswith("staleness_")}
@@ -191,6 +231,29 @@ class Learner:
             out.append(logp.tolist())
         reshard(self.model)
         return out
+
+
+class Reference:
+    """A policy that never moves: the reference or the teacher. `config`: its own (Config.of_reference)."""
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.model = load_policy(config, mesh)
+        self.model.requires_grad_(False)
+
+    @torch.no_grad()
+    def logprobs(self, plan: StepPlan, samples: list[Sample]) -> list[torch.Tensor]:
+        """float32 [action tokens] of each sample, at the temperature of each token's turn."""
+        batches = [batch for parts in lay_out(plan, samples, self.config.fsdp.layout) for batch in parts]
+        found = [score(self.model, batch, self.mesh)[0].cpu() for batch in batches]
+        reshard(self.model)
+        return [part for batch, logp in zip(batches, found, strict=True) for part in logp.split(batch.counts.tolist())]
+
+
+def added(batches: list[MicroBatch], column: str) -> torch.Tensor:
+    """float64 [sum of N], on the CPU: what other ranks added. Dummies have no columns and no tokens."""
+    nothing = torch.zeros(0, dtype=torch.float64)
+    return torch.cat([nothing, *(batch.added[column].double() for batch in batches if len(batch.target))])
 
 
 def plain(ids: list[int], temperature: float) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""What a rank minimises: correction, policy loss and entropy bonus of one microbatch's action tokens, each times its weight.
+"""What a rank minimises: correction, policy loss, KL and entropy bonus of one microbatch's action tokens, each times its weight.
 
 Guarantees: the weights come from the plan, so the objective does not depend on how the window was split; whatever concerns a whole rollout
 (sequence ratios, sequence gates) is computed over all its segments, wherever they are trained.
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from molt_ray.algorithm.correction import SEQUENCE_LEVELS, importance
-from molt_ray.algorithm.loss import LOSSES, SEQUENCE_LOSSES, entropy_loss, policy_loss
+from molt_ray.algorithm.kl import KL
+from molt_ray.algorithm.loss import LOSSES, SEQUENCE_LOSSES, entropy_loss, kl_loss, policy_loss
 from molt_ray.algorithm.sequence import Reduce, Sequences, alone
 from molt_ray.config import Config
 from molt_ray.handoff import StepPlan
@@ -29,6 +30,11 @@ class Work:
     old: torch.Tensor | None  # float32 log-probs under the weights at the start of the step; None: the current ones
     coefficient: torch.Tensor | None = None  # float32, of the correction; None: to be told from the current log-probs
     kept: torch.Tensor | None = None  # bool, by the correction
+
+    @property
+    def reference(self) -> torch.Tensor | None:
+        """float32 [N], on the CPU: log-probs under the reference; None without one."""
+        return self.batch.added.get("reference_logprobs")
 
 
 @dataclass(slots=True)
@@ -49,14 +55,17 @@ class Objective:
     def __init__(self, config: Config):
         self.config = config
         self.function = function_of(config.actor.loss_mode, LOSSES, "actor.loss_mode")
+        self.kl = KL[config.algo.kl.estimator]
         self.takes_sequences = config.actor.loss_mode not in LOSSES or config.actor.loss_mode in SEQUENCE_LOSSES
 
     def updates(self, plan: StepPlan) -> int:
-        """Optimizer steps that the batch makes."""
-        return len(plan.windows) * self.config.train.max_epochs
+        """Passes over the windows of the batch, each an optimizer step unless the policy is frozen."""
+        return len(plan.windows) * (1 if plan.frozen else self.config.train.max_epochs)
 
     def needs_old(self, plan: StepPlan) -> bool:
         """Whether the log-probs before the first update need a forward pass of their own."""
+        if plan.frozen or (plan.kl_coef and not self.config.algo.kl.use_loss):
+            return True  # for the returns of the critic, for the penalties
         if self.config.actor.ratio_base == "engine":
             return False
         split = not plan.whole and self.config.correction_level in SEQUENCE_LEVELS
@@ -82,6 +91,15 @@ class Objective:
             entropy.detach().clamp(min=0), usable, self.config.actor.negative_token_fraction
         )
         return ~failed | uncertain
+
+    def kl_estimate(self, logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+        """float64 [N], on the CPU, without gradient: the KL to the reference at each token, 0 where it is not finite."""
+        estimate = self.kl(logp.detach().cpu().double(), reference.double())
+        return torch.where(torch.isfinite(estimate), estimate, 0.0)
+
+    def kl_to_reference(self, work: Work, logp: torch.Tensor) -> torch.Tensor | None:
+        """`kl_estimate` of a microbatch; None without a reference."""
+        return None if work.reference is None else self.kl_estimate(logp, work.reference)
 
     def correct(self, plan: StepPlan, old: torch.Tensor, work: list[Work], reduce: Reduce) -> list[tuple]:
         """(coefficient, kept) of each microbatch, from the trainer's log-probs [sum of N] of all of them."""
@@ -138,5 +156,8 @@ class Objective:
             loss = torch.where(selected, loss, 0.0)
         if actor.entropy_coef:
             loss = loss + entropy_loss(entropy, policy.counted, actor.entropy_coef)
+        if self.config.algo.kl.use_loss and work.reference is not None:
+            reference = work.reference.to(logp.device)
+            loss = loss + kl_loss(self.kl, logp, reference, policy.counted, plan.kl_coef)
         weighted = loss * work.batch.weight.to(loss.device)
         return Terms(weighted, policy.counted, policy.clipped, kept, old, base)

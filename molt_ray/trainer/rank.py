@@ -1,4 +1,4 @@
-"""The Ray actor around one trainer rank: it fetches what belongs to the rank and leaves the rest to the learner.
+"""The Ray actors around the ranks of trainer, reference and critic: they fetch what belongs to the rank and leave the rest to the learner.
 
 Guarantees: only packs that hold rows of this rank are pulled, all in one call; no view on them outlives the step. Torch is
 imported in the actor alone, so that the driver can name this class without it.
@@ -16,21 +16,23 @@ import ray
 from ray.data import Dataset
 
 from molt_ray.config import Config
-from molt_ray.experience import Experience, Row
+from molt_ray.experience import ADDED_COLUMNS, Experience, Pack, Row
 from molt_ray.handoff import StepPlan, quiet_data
 
 if TYPE_CHECKING:
+    import torch
+
     from molt_ray.trainer.collate import Sample
 
 RELOAD_TIMEOUT_S = 600.0
 
 
-class TrainerRank:
-    """One rank. Methods are called on all ranks together and answer on each."""
+class Rank:
+    """One rank of a group. Methods are called on all ranks together and answer on each."""
 
-    def __init__(self, config: Config, rank: int, total_steps: int | None):
-        self.config, self.rank, self.total_steps = config, rank, total_steps
-        self.sender: Any = None  # rank 0: made at the first refit, keeps its transfer group
+    def __init__(self, config: Config, rank: int):
+        """`config`: that of the group's role."""
+        self.config, self.rank = config, rank
 
     def listen(self) -> tuple[str, int]:
         """On rank 0: opens the store where the ranks meet; (address, port)."""
@@ -41,37 +43,79 @@ class TrainerRank:
         return address, self.store.port
 
     def start(self, address: str, port: int) -> None:
-        """Joins the process group and loads the policy."""
+        """Joins the process group and loads the model."""
         from datetime import timedelta
 
         from torch.distributed import TCPStore
 
-        from molt_ray.trainer.checkpoint import Checkpoints
-        from molt_ray.trainer.learner import Learner
         from molt_ray.trainer.mesh import join
-        from molt_ray.trainer.weights import CheckpointWeights, SharedIteration
 
         fsdp, world = self.config.fsdp, self.config.world_size
         if self.rank:
             self.store = TCPStore(address, port, world, timeout=timedelta(seconds=fsdp.timeout_s))
-        mesh = join(self.rank, world, self.store, tp_size=fsdp.tp_size, backend=fsdp.backend, timeout_s=fsdp.timeout_s)
-        self.learner = Learner(self.config, mesh, self.total_steps)
-        self.weights = CheckpointWeights(self.learner.model, self.learner.dtype)
-        self.shared = SharedIteration(self.weights)
-        self.checkpoints = Checkpoints(Path(self.config.ckpt.path), self.config.ckpt.max_num, fsdp.timeout_s)
+        self.mesh = join(
+            self.rank, world, self.store, tp_size=fsdp.tp_size, backend=fsdp.backend, timeout_s=fsdp.timeout_s
+        )
+        self.load_model()
         quiet_data()
-        if self.rank == 0:
-            weight_sender_class()  # 4 s and more, while the engines start, rather than in the first refit
         gc.collect()
         gc.freeze()  # each step collects, and would walk through all that the imports left: 0.47 s
 
-    def train_step(self, plan: StepPlan, dataset: Dataset) -> dict[str, float]:
+    def load_model(self) -> None:
+        raise NotImplementedError
+
+
+class LearningRank(Rank):
+    """A rank with weights that move. `total_steps`: optimizer steps of the run, None when not known."""
+
+    def __init__(self, config: Config, rank: int, total_steps: int | None):
+        super().__init__(config, rank)
+        self.total_steps = total_steps
+
+    def keep_checkpoints(self) -> None:
+        from molt_ray.trainer.checkpoint import Checkpoints
+
+        self.checkpoints = Checkpoints(
+            Path(self.config.ckpt.path), self.config.ckpt.max_num, self.config.fsdp.timeout_s
+        )
+
+    def save(self, tag: str, client_state: dict[str, Any]) -> None:
+        self.checkpoints.save(self.learner, tag, client_state)
+
+    def finish_save(self) -> None:
+        self.checkpoints.finish()
+
+    def saved(self) -> list[str]:
+        """Tags of the complete checkpoints, oldest first."""
+        return [folder.name for folder in self.checkpoints.found()]
+
+    def load(self, tag: str | None = None) -> dict[str, Any] | None:
+        return self.checkpoints.load(self.learner, tag)
+
+
+class TrainerRank(LearningRank):
+    """One rank of the policy's trainer."""
+
+    def load_model(self) -> None:
+        from molt_ray.trainer.learner import Learner
+        from molt_ray.trainer.weights import CheckpointWeights, SharedIteration
+
+        self.sender: Any = None  # rank 0: made at the first refit, keeps its transfer group
+        self.learner = Learner(self.config, self.mesh, self.total_steps)
+        self.weights = CheckpointWeights(self.learner.model, self.learner.dtype)
+        self.shared = SharedIteration(self.weights)
+        self.keep_checkpoints()
+        if self.rank == 0:
+            weight_sender_class()  # 4 s and more, while the engines start, rather than in the first refit
+
+    def train_step(self, plan: StepPlan, dataset: Dataset) -> tuple[dict[str, float], Pack | None]:
+        """(metrics, with a critic the returns of the data set's rows in their order)."""
         started = time.perf_counter()
         samples = read_samples(dataset)
         metrics = self.learner.train(plan, samples, reload_s=time.perf_counter() - started)
         del samples
         gc.collect()  # Ray Data leaves reference cycles that pin the packs until then
-        return metrics
+        return metrics, pack_of("returns", self.learner.returns)
 
     def refit(self, version: int, sender_args: dict[str, Any]) -> dict[str, float]:
         """Sends the weights to the engines as `version`; the sender's timings on rank 0, nothing elsewhere."""
@@ -87,15 +131,6 @@ class TrainerRank:
         finally:
             self.shared.finish()
 
-    def save(self, tag: str, client_state: dict[str, Any]) -> None:
-        self.checkpoints.save(self.learner, tag, client_state)
-
-    def finish_save(self) -> None:
-        self.checkpoints.finish()
-
-    def load(self) -> dict[str, Any] | None:
-        return self.checkpoints.load(self.learner)
-
     def export(self, folder: str) -> None:
         from molt_ray.trainer.export import export
 
@@ -103,6 +138,48 @@ class TrainerRank:
 
     def logprobs(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
         return self.learner.logprobs(sequences, temperature)
+
+
+class ReferenceRank(Rank):
+    """One rank of the reference or teacher: a policy that never moves."""
+
+    def load_model(self) -> None:
+        from molt_ray.trainer.learner import Reference
+
+        self.reference = Reference(self.config, self.mesh)
+
+    def annotate(self, plan: StepPlan, dataset: Dataset) -> tuple[None, Pack | None]:
+        """The log-probs of the data set's rows, in their order."""
+        found = self.reference.logprobs(plan, read_samples(dataset))
+        gc.collect()
+        return None, pack_of("reference", found)
+
+
+class CriticRank(LearningRank):
+    """One rank of the critic."""
+
+    def load_model(self) -> None:
+        from molt_ray.trainer.value import CriticLearner
+
+        self.learner = CriticLearner(self.config, self.mesh, self.total_steps)
+        self.keep_checkpoints()
+
+    def annotate(self, plan: StepPlan, dataset: Dataset) -> tuple[None, Pack | None]:
+        """The values of the data set's rows, in their order."""
+        found = self.learner.values(plan, read_samples(dataset))
+        gc.collect()
+        return None, pack_of("critic", found)
+
+    def train_step(self, plan: StepPlan, dataset: Dataset) -> dict[str, float]:
+        metrics = self.learner.train(plan, read_samples(dataset))
+        gc.collect()
+        return metrics
+
+
+def pack_of(family: str, columns: list[torch.Tensor]) -> Pack | None:
+    """One number per action token of each sample, as the family's only column; None without samples."""
+    (name,) = ADDED_COLUMNS[family]
+    return Pack.of(family, [{name: column.numpy()} for column in columns]) if columns else None
 
 
 def weight_sender_class() -> type:

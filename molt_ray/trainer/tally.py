@@ -29,6 +29,8 @@ SUMS = (
     "current_diff",
     "current_tokens",
     "staleness",
+    "kl",
+    "kl_tokens",
 )
 MAXIMA = ("logprobs_diff_max", "staleness_max", "time_reload", "time_old_logprobs", "time_update", "time_train")
 
@@ -77,5 +79,6 @@ def means(sums: dict[str, float]) -> dict[str, float]:
         "vllm_kl": per("engine_gap", "engine_finite"),
         "is_filter_ratio": per("kept", "action_tokens"),
         "logprobs_diff": per("current_diff", "current_tokens"),
+        **({"kl": per("kl", "kl_tokens")} if sums["kl_tokens"] else {}),
         "staleness_mean": per("staleness", "action_tokens"),
     }

@@ -11,7 +11,8 @@ from scripted import ScriptedEngine, run
 
 from molt_ray.agents.load import AgentLoadError, load_runner, options_of
 from molt_ray.capture.template import HfTemplate
-from molt_ray.config import Config, parse
+from molt_ray.command_line import parse
+from molt_ray.config import Config
 from molt_ray.rollout.prompts import read_held_out
 from molt_ray.rollout.worker import RolloutWorker
 from molt_ray.tasks import generate

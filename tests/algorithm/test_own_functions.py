@@ -11,6 +11,7 @@ import torch
 from batches import row
 
 from molt_ray.algorithm.advantage import advantage_values
+from molt_ray.algorithm.chain import Chain
 from molt_ray.algorithm.loss import LOSSES, policy_loss
 from molt_ray.algorithm.sequence import alone
 from molt_ray.algorithm.token_advantage import TokenBatch, token_advantages, token_estimator
@@ -40,7 +41,7 @@ def test_the_estimator(mine: Path) -> None:
 def test_the_token_estimator(mine: Path) -> None:
     config = Config()
     config.algo.advantage.token_estimator = f"{mine}:fades"
-    batch = TokenBatch(torch.tensor([8.0, 8, 8, 4, 4]).double(), torch.tensor([3, 0, 2]))
+    batch = TokenBatch(torch.tensor([8.0, 8, 8, 4, 4]).double(), Chain.single(torch.tensor([3, 0, 2])))
     advantage = config.algo.advantage
     assert token_advantages(token_estimator(advantage), batch, advantage, alone).tolist() == [8, 4, 2, 4, 2]
 
@@ -68,5 +69,5 @@ def test_a_token_estimator_of_a_wrong_shape_is_refused(tmp_path: Path) -> None:
     config = Config()
     config.algo.advantage.token_estimator = f"{tmp_path}/mine.py:short"
     with pytest.raises(ValueError, match=r"shape \(1,\) for 2 action tokens"):
-        batch = TokenBatch(torch.zeros(2).double(), torch.tensor([2]))
+        batch = TokenBatch(torch.zeros(2).double(), Chain.single(torch.tensor([2])))
         token_advantages(token_estimator(config.algo.advantage), batch, config.algo.advantage, alone)

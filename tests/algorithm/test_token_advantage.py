@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from molt_ray.algorithm.chain import Chain
 from molt_ray.algorithm.sequence import alone
 from molt_ray.algorithm.token_advantage import TokenBatch, token_advantages, token_estimator, whiten
 from molt_ray.config import AdvantageConfig
@@ -15,7 +16,7 @@ FLAT = np.repeat(VALUES, COUNTS)
 
 
 def tokens(name: str, **options: object) -> np.ndarray:
-    batch = TokenBatch(torch.tensor(FLAT), torch.tensor(COUNTS))
+    batch = TokenBatch(torch.tensor(FLAT), Chain.single(torch.tensor(COUNTS)))
     config = AdvantageConfig(estimator=name, **options)
     return token_advantages(token_estimator(config), batch, config, alone).numpy()
 
@@ -49,7 +50,7 @@ def test_the_second_stage_can_be_chosen_by_itself() -> None:
 
 
 def test_no_tokens_at_all() -> None:
-    empty = TokenBatch(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64))
+    empty = TokenBatch(torch.zeros(0, dtype=torch.float64), Chain.single(torch.zeros(0, dtype=torch.int64)))
     for name in ("reinforce", "grpo"):
         config = AdvantageConfig(estimator=name)
         assert token_advantages(token_estimator(config), empty, config, alone).shape == (0,)

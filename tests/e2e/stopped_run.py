@@ -6,7 +6,7 @@ import sys
 import ray
 
 from graphs.rl import train
-from molt_ray.config import parse
+from molt_ray.command_line import parse
 
 if __name__ == "__main__":
     ray.init(address="auto", namespace="molt", log_to_driver=False)

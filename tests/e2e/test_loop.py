@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import graphs.rl
-from molt_ray.config import Config, parse
+from molt_ray.command_line import parse
+from molt_ray.config import Config
 from molt_ray.metrics import read_metrics
 from molt_ray.rollout.dispatcher import RolloutError
 

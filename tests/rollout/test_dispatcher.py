@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from molt_ray.config import Config, build
+from molt_ray.command_line import build
+from molt_ray.config import Config
 from molt_ray.experience import Row
 from molt_ray.rollout import dispatcher as module
 from molt_ray.rollout.dispatcher import Dispatcher, RolloutError

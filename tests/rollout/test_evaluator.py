@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from molt_ray.config import Config, build
+from molt_ray.command_line import build
+from molt_ray.config import Config
 from molt_ray.errors import RunError
 from molt_ray.experience import Row
 from molt_ray.rollout import evaluator as module

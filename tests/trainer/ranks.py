@@ -197,7 +197,7 @@ def deal(
     tokens = sum(e.row.action_tokens for e in experiences)
     plan = StepPlan(0, [Window(accumulation, tokens, len(experiences), len(experiences))])
     pairs = [
-        (e, value, Share(1 / tokens, i, e.row.action_tokens))
+        (e, value, Share(1 / tokens, i, e.row.action_tokens, segment=i, last=True))
         for i, (e, value) in enumerate(zip(experiences, values, strict=True))
     ]
     ranks = [

@@ -50,7 +50,9 @@ def compare(mesh: Any, model: Path) -> list[Any]:
     for share in (False, True):
         config = make_config(model, fsdp__share_prefix=share)
         policy = load_policy(config, mesh)
-        samples = [Sample(e, v, 0, 0, Share(1.0, 0, 1)) for e, v in zip(*make_groups(), strict=True)]
+        samples = [
+            Sample(e, v, 0, 0, Share(1.0, 0, 1, segment=0, last=True)) for e, v in zip(*make_groups(), strict=True)
+        ]
         batch = collate(samples, config.fsdp.layout)
         logp, entropy = score(policy, batch, mesh)
         weight = torch.randn(2, len(logp), generator=torch.Generator().manual_seed(0))
