@@ -32,7 +32,7 @@ from molt_ray.rollout.dispatcher import Dispatcher
 from molt_ray.rollout.evaluator import Evaluator
 from molt_ray.rollout.filters import group_filter
 from molt_ray.rollout.pool import Group, GroupPool
-from molt_ray.rollout.prompts import PromptOrder, read_held_out, read_prompts
+from molt_ray.rollout.prompts import PromptOrder, digest_of, read_held_out, read_prompts
 from molt_ray.trainer.group import CriticGroup, ReferenceGroup, TrainerGroup
 from serve_apps import agents, capture
 from serve_apps.deploy import app_name, deploy, release, sweep, wait_running
@@ -255,7 +255,8 @@ class Loop:
     async def save(self) -> None:
         """A checkpoint of this step; the files are written while training goes on."""
         tag = f"step-{self.step:06d}"
-        state = {"step": self.step, "version": self.version, "kl_coef": self.kl.coef, "pool": self.pool.state()}
+        state = {"step": self.step, "version": self.version, "kl_coef": self.kl.coef}
+        state["rollouts"] = self.dispatcher.state()
         if self.critic is not None:
             await self.critic.save(tag, {})
         await self.trainers.save(tag, state)
@@ -279,7 +280,7 @@ class Loop:
             print("no complete checkpoint: starting from the model", flush=True)
             return
         self.step, self.kl.coef = state["step"], state["kl_coef"]
-        self.pool.restore(state["pool"])
+        self.dispatcher.restore(state["rollouts"])
         noted = self.log.folder / "version"
         self.version = max(state["version"], int(noted.read_text()) if noted.exists() else 0)
         await self.refit()
@@ -315,7 +316,9 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
         ranks = {name: group for name, group in ranks.items() if group is not None}
         for group in ranks.values():
             stack.push_async_callback(group.shutdown)
-        order = PromptOrder(len(prompts), episodes=config.train.num_episodes, seed=config.train.seed)
+        order = PromptOrder(
+            len(prompts), episodes=config.train.num_episodes, seed=config.train.seed, digest=digest_of(prompts)
+        )
         pool = GroupPool(
             order,
             groups_per_batch=config.groups_per_batch,

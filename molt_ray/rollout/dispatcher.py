@@ -81,6 +81,15 @@ class Dispatcher:
         self.fill()
         self._changed.set()
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON: the pool's state, and what was counted."""
+        return {"pool": self.pool.state(), "failures": dict(self.failures), "breaks": dict(self.breaks)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`. Raises ConfigError when it counts other prompts."""
+        self.pool.restore(state["pool"])
+        self.failures, self.breaks = Counter(state["failures"]), Counter(state["breaks"])
+
     def sampled_metrics(self) -> dict[str, float]:
         """What was sampled since the last call, whether a filter kept it or not: the policy's own mean score. Nothing when nothing finished."""
         sampled, self.sampled = self.sampled, []

@@ -1,11 +1,13 @@
 """The prompts: read once with Ray Data, or made by task families, into light rows; then dealt in an order that depends on the seed alone.
 
 Guarantees: `PromptOrder` deals each prompt once per epoch, remembers which have their outcome, and after `restore` deals
-exactly those that have none, in the same order. A row that cannot be read is named with its file and line.
+exactly those that have none, in the same order; it refuses to go on with other prompts. A row that cannot be read is named with its
+file and line.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +27,11 @@ class PromptKey(NamedTuple):
 
 
 class PromptOrder:
-    """Deals prompt indices epoch by epoch: epoch e is the permutation of numpy's default_rng((seed, e))."""
+    """Deals prompt indices epoch by epoch: epoch e is the permutation of numpy's default_rng((seed, e)). `digest`: of the prompts."""
 
-    def __init__(self, size: int, *, episodes: int, seed: int):
+    def __init__(self, size: int, *, episodes: int, seed: int, digest: str = ""):
         self.size = size
+        self.digest = digest
         self.episodes = episodes
         self.seed = seed
         self._dealt = 0  # over all epochs
@@ -69,16 +72,20 @@ class PromptOrder:
         return {
             "size": self.size,
             "seed": self.seed,
+            "digest": self.digest,
             "epochs_done": sorted(self._epochs_done),
             "done": {str(epoch): sorted(indices) for epoch, indices in self._done.items()},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from `state`: prompts with an outcome are not dealt again. Raises when data set or seed are others."""
-        if (state["size"], state["seed"]) != (self.size, self.seed):
+        """Continues from `state`: prompts with an outcome are not dealt again. Raises ConfigError when the prompts or the seed are others."""
+        was, now = [(s["size"], s["digest"], s["seed"]) for s in (state, self.state())]
+        if was != now:
             raise ConfigError(
-                f"--data.prompt_dataset: the checkpoint was made with {state['size']} prompts and seed {state['seed']}, "
-                f"this run has {self.size} and seed {self.seed}; resume with the same, or into another --ckpt.path"
+                "--data.prompt_dataset or --data.tasks: the checkpoint counts {} prompts of digest {} in the order of --train.seed {}, this "
+                "run has {} of digest {} and seed {}; resume with the same data and seed, or train into another --run.dir and --ckpt.path".format(
+                    *was, *now
+                )
             )
         self._epochs_done = set(state["epochs_done"])
         self._done = {int(epoch): set(indices) for epoch, indices in state["done"].items()}
@@ -86,6 +93,23 @@ class PromptOrder:
         full = {epoch: range(self.size) for epoch in self._epochs_done}
         had_theirs = {**full, **self._done}
         self._skip = {PromptKey(epoch, i) for epoch in range(self.episodes) for i in had_theirs.get(epoch, ())}
+
+
+def digest_of(prompts: list[dict[str, Any]]) -> str:
+    """Of all that the agent is given, in order: 16 hex digits. Where a row came from does not count, so a moved file is the same data."""
+    digest = hashlib.blake2b(digest_size=8)
+    for row in prompts:
+        digest.update(json.dumps(row, sort_keys=True, default=as_json).encode())
+    return digest.hexdigest()
+
+
+def as_json(value: Any) -> Any:
+    """A stand-in for what JSON cannot hold: arrays of Parquet columns as lists, bytes by their digest, anything else by its type."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, bytes):
+        return hashlib.blake2b(value, digest_size=8).hexdigest()
+    return type(value).__name__
 
 
 def read_prompts(data: DataConfig) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The dispatcher's accounting, with worker streams that die, fail and go on: faults that a healthy cluster does not show."""
 
 import asyncio
+import json
 from collections.abc import Callable
 
 import pytest
@@ -174,3 +175,19 @@ async def test_a_filter_that_raises_ends_the_run_with_its_error(streams):
     with pytest.raises(RolloutError, match=r"group filter failed on .*nothing_like_that"):
         await asyncio.wait_for(d.batch(0), 20)
     assert not d.pool.in_flight
+
+
+async def test_what_was_counted_goes_on_after_a_resume(streams):
+    failed = Failure("r", "timeout", "too slow")
+    streams(
+        lambda task, number: [GroupUpdate(task.group_id, failures=[failed], breaks={"edited": (2, "…")}), whole(task)]
+    )
+    d = make(config_of(), prompts=200)
+    await asyncio.wait_for(d.batch(0), 20)
+    await d.close()
+    state = json.loads(json.dumps(d.state()))
+    resumed = make(config_of(), prompts=200)
+    resumed.restore(state)
+    assert resumed.failures == d.failures and resumed.failures["timeout"] >= 32
+    assert resumed.breaks == d.breaks and resumed.breaks["edited"] == 2 * resumed.failures["timeout"]
+    assert resumed.pool.outcomes == d.pool.outcomes

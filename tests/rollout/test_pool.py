@@ -1,14 +1,14 @@
-"""The pool's five guarantees, under random interleavings of completions, failures, filters, aborts and refits."""
+"""The pool move by move; test_pool_machine.py has the random interleavings."""
 
-from collections import Counter
-
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from molt_ray.config import ConfigError
 from molt_ray.experience import PackRef, Row
 from molt_ray.rollout.pool import GroupPool
-from molt_ray.rollout.prompts import PromptOrder
+from molt_ray.rollout.prompts import PromptOrder, digest_of
 
 
 def make_pool(prompts: int, *, batch: int = 2, staleness: int = 1, retries: int = 1, episodes: int = 1) -> GroupPool:
@@ -80,55 +80,6 @@ def test_versions_only_go_up():
         pool.refitted(0, [])
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data(), st.integers(1, 4), st.integers(0, 3), st.integers(1, 30), st.integers(1, 2))
-def test_random_interleavings(data: st.DataObject, batch: int, staleness: int, prompts: int, episodes: int):
-    """Every prompt one outcome per epoch; no token over the bound; slots never exceeded; no deadlock; no slot idle while work waits."""
-    pool = make_pool(prompts, batch=batch, staleness=staleness, episodes=episodes)
-    outcomes: Counter = Counter()
-    held: list = []
-    version = 0
-    for _ in range(3000):
-        pool.dispatch()
-        assert len(pool.in_flight) + len(pool.ready) + len(pool.training) <= pool.slots
-        assert pool.free_slots == 0 or pool.order.remaining == 0
-        moves = [
-            *(("finish", i) for i in pool.in_flight),
-            *(("fail", i) for i in pool.in_flight),
-            *(("filter", i) for i in pool.in_flight),
-        ]
-        if held:
-            moves.append(("refit", ""))
-        elif pool.batch_ready(version):
-            moves.append(("take", ""))
-        moves += [("abort", i) for i in (pool.holding(version) if not held else [])]
-        if not moves:
-            break
-        move, group_id = data.draw(st.sampled_from(moves))
-        group = pool.in_flight.get(group_id)
-        if move == "finish":
-            pool.finished(group_id, [row(group_id)])
-        elif move == "fail":
-            if not pool.failed(group_id, "x"):
-                outcomes[group.key] += 1
-        elif move == "filter":
-            pool.filtered(group_id, "y")
-            outcomes[group.key] += 1
-        elif move == "abort":
-            pool.abort(group_id)
-        elif move == "take":
-            held = pool.take_batch(version)
-            assert all(version - g.version <= staleness for g in held)
-        else:
-            version += 1
-            outcomes.update(g.key for g in held)
-            pool.refitted(version, held)
-            held = []
-    assert pool.exhausted and not pool.training
-    assert set(outcomes.values()) == {1} and len(outcomes) == prompts * episodes
-    assert sum(pool.outcomes.values()) == prompts * episodes
-
-
 @given(st.integers(1, 20), st.integers(1, 3), st.integers(0, 60))
 def test_resume_deals_exactly_what_has_no_outcome(size: int, episodes: int, done: int):
     order = PromptOrder(size, episodes=episodes, seed=5)
@@ -158,3 +109,13 @@ def test_a_resume_with_fewer_episodes_ends_instead_of_waiting():
     fewer = PromptOrder(4, episodes=1, seed=0)
     fewer.restore(order.state())
     assert fewer.remaining == 0 and fewer.draw() is None
+
+
+def test_a_resume_with_other_prompts_is_refused_with_the_remedy():
+    rows = [{"prompt": f"{i}", "label": np.array([i]), "tools": None} for i in range(3)]
+    order = PromptOrder(3, episodes=1, seed=0, digest=digest_of(rows))
+    PromptOrder(3, episodes=2, seed=0, digest=digest_of([dict(row) for row in rows])).restore(order.state())
+    others = [*rows[:2], rows[2] | {"label": np.array([7])}]
+    for digest, seed in ((digest_of(others), 0), (digest_of(rows[::-1]), 0), (digest_of(rows), 1)):
+        with pytest.raises(ConfigError, match="resume with the same data and seed"):
+            PromptOrder(3, episodes=1, seed=seed, digest=digest).restore(order.state())
