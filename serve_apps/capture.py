@@ -107,14 +107,15 @@ class Capture:
         try:
             owner = self.ids.owner(session_id)
         except SessionError as e:
-            return refusal(route, e.status, e.message)
+            return refusal(request, route, e.status, e.message)
         headers = {name: value for name, value in request.headers.items() if name not in HOP_HEADERS}
-        url = f"http://{owner}/s/{rest}"
+        query = f"?{request.url.query}" if request.url.query else ""
+        url = f"http://{owner}/s/{rest}{query}"
         outgoing = self.http.build_request(request.method, url, headers=headers, content=await request.body())
         try:
             answer = await self.http.send(outgoing, stream=True)
         except httpx.TransportError as e:
-            return refusal(route, 410, f"the replica that owned this session is gone ({type(e).__name__})")
+            return refusal(request, route, 410, f"the replica that owned this session is gone ({type(e).__name__})")
         kept = {name: value for name, value in answer.headers.items() if name not in HOP_HEADERS}
         return StreamingResponse(passed_on(answer), status_code=answer.status_code, headers=kept)
 
@@ -146,8 +147,9 @@ async def passed_on(answer: httpx.Response) -> AsyncIterator[bytes]:
         await answer.aclose()
 
 
-def refusal(route: str, status: int, message: str) -> JSONResponse:
-    return JSONResponse(error_body(dialect_of(route), status, message), status_code=status)
+def refusal(request: Request, route: str, status: int, message: str) -> JSONResponse:
+    dialect = dialect_of(route, anthropic="anthropic-version" in request.headers)
+    return JSONResponse(error_body(dialect, status, message), status_code=status)
 
 
 def advertised(config: Config) -> str:

@@ -17,9 +17,9 @@ ANTHROPIC_TYPES = {
 OPENAI_CODES = {401: "invalid_api_key", 404: "not_found", 410: "session_closed"}
 
 
-def dialect_of(path: str) -> Dialect:
-    """`path` is the route inside a session, such as v1/messages."""
-    return "anthropic" if path.startswith("v1/messages") else "openai"
+def dialect_of(path: str, anthropic: bool = False) -> Dialect:
+    """`path` is the route inside a session, such as v1/messages; `anthropic`: the client named a version of Anthropic's API."""
+    return "anthropic" if anthropic or path.startswith("v1/messages") else "openai"
 
 
 def error_body(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
@@ -30,8 +31,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 EXCHANGE: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
 
-POLICY_ROUTES = {"v1/chat/completions", "v1/messages", "v1/responses", "v1/completions"}
-ROUTES = POLICY_ROUTES | {"v1/messages/count_tokens", "v1/models", "tokenize", "detokenize"}
+ROUTES = re.compile(
+    r"v1/(chat/completions|completions|messages|messages/count_tokens|responses|responses/[^/]+(/cancel)?|models|models/.+)"
+    r"|tokenize|detokenize"
+)
 RETRY_HEADER = b"x-stainless-retry-count"  # of the OpenAI and Anthropic SDKs: 0 at first, then the number of the retry
 
 
@@ -50,7 +53,7 @@ class SessionGate:
         if path == "/health":
             return await answer(send, 200, {})
         session_id, _, route = path.removeprefix("/s/").partition("/")
-        dialect = dialect_of(route)
+        dialect = dialect_of(route, anthropic=bool(header(scope, b"anthropic-version")))
         try:
             if not path.startswith("/s/"):
                 raise SessionError(404, f"no such path: {path}")
@@ -61,7 +64,7 @@ class SessionGate:
             if route == "lease" and scope["method"] == "PUT":
                 self.sessions.renew(session)
                 return await answer(send, 204, None)
-            if route not in ROUTES:
+            if not ROUTES.fullmatch(route):
                 raise SessionError(404, f"no such route in a session: {scope['method']} {route}")
         except SessionError as e:
             return await answer(send, e.status, error_body(dialect, e.status, e.message))
@@ -83,10 +86,8 @@ class SessionGate:
         finally:
             EXCHANGE.reset(token)
             pump.cancel()
-            for turn in exchange.turns:
-                exchange.session.tree.abort(turn)
-            exchange.session.running.discard(exchange)
-            exchange.done.set()
+            if not exchange.background:
+                exchange.let_go()
 
 
 class Incoming:
@@ -149,7 +150,7 @@ class Outgoing:
         if self.complete:
             return
         # Asked before the last byte goes out: a server reports the end of a request that is complete as a disconnect, too.
-        whole = not message.get("more_body") and not self.exchange.ended
+        whole = not message.get("more_body") and not self.exchange.ended and not self.exchange.background
         await self.sink(message)
         self.complete = not message.get("more_body")
         if whole:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from molt_ray.capture.message import Message
 from molt_ray.capture.tree import Placement, SampledTurn, TokenTree
 
 RANDOM_BYTES = 16
@@ -69,6 +70,17 @@ class SessionIds:
         return hmac.new(self.secret, purpose + b"\0" + body, hashlib.sha256).digest()[:MAC_BYTES]
 
 
+@dataclass
+class StoredResponses:
+    """What the Responses of a session left for later requests of it, as the serving layer keeps it; by response id."""
+
+    responses: dict[str, Any] = field(default_factory=dict)
+    messages: dict[str, list[str]] = field(default_factory=dict)  # of their requests, each as JSON
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # of those that run in the background
+    turns: dict[str, list[SampledTurn]] = field(default_factory=dict)  # of those that ran there
+    texts: dict[str, str] = field(default_factory=dict)  # each message once
+
+
 @dataclass(eq=False)
 class Exchange:
     """One HTTP request of a session, from its first byte to its last."""
@@ -78,6 +90,8 @@ class Exchange:
     request_key: str = ""  # digest of the body, the same for each retry of a request
     request: Any = None  # the serving layer's request object
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    history: list[Message] = field(default_factory=list)  # that the request names and does not repeat
+    background: bool = False  # its generation outlasts its reply, which delivers nothing
     placement: Placement | None = None
     unusable: str = ""  # why its turns cannot be trained
     turns: list[SampledTurn] = field(default_factory=list)
@@ -85,6 +99,13 @@ class Exchange:
     ended: str = ""  # why it was ended early: closed, replaced, disconnected
     end: Callable[[str], None] = lambda reason: None  # ends it early; set by whoever serves the request
     done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def let_go(self) -> None:
+        """Nothing runs for it any more: turns that have not finished are aborted."""
+        for turn in self.turns:
+            self.session.tree.abort(turn)
+        self.session.running.discard(self)
+        self.done.set()
 
 
 @dataclass(eq=False)
@@ -100,6 +121,7 @@ class Session:
     seed: int | None = None
     running: set[Exchange] = field(default_factory=set)
     outcomes: dict[str, Any] = field(default_factory=dict)  # request key -> finished output, for retries
+    stored: StoredResponses = field(default_factory=StoredResponses)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
 

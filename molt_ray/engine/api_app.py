@@ -21,6 +21,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import merge_kwargs
 from vllm.renderers.hf import safe_apply_chat_template
@@ -31,8 +32,12 @@ from molt_ray.capture.gate import EXCHANGE, SessionGate
 from molt_ray.capture.session import Exchange, Sessions
 from molt_ray.config import Config, ConfigError
 from molt_ray.engine.capture_client import CaptureEngineClient, Stream
+from molt_ray.engine.messages import CaptureMessages, refuse
+from molt_ray.engine.models import put_first
+from molt_ray.engine.responses import CaptureResponses
 
 MODEL_NAME = "policy"
+OWN_TOOLS = ("function", "custom", "namespace")
 
 
 async def build_gate(config: Config, sessions: Sessions, stream: Stream) -> SessionGate:
@@ -55,6 +60,9 @@ async def build_gate(config: Config, sessions: Sessions, stream: Stream) -> Sess
     renderer.__class__ = CaptureRenderer  # built deep inside init_app_state, and shared by all handlers from there
     renderer.template = VllmTemplate(renderer, client.stop_ids())
     client.attach(renderer)
+    app.state.openai_serving_responses.__class__ = CaptureResponses
+    app.state.anthropic_serving_messages.__class__ = CaptureMessages
+    put_first(app)
     return SessionGate(app, sessions, limit=config.data.max_len)
 
 
@@ -113,6 +121,18 @@ class CaptureRenderer(OnlineRenderer):
 
     template: VllmTemplate
 
+    def admit(self, request: Any, exchange: Exchange) -> None:
+        """Refuses what the session cannot do, and fills in its settings. Raises VLLMValidationError."""
+        null_is_left_out(request)
+        check_supported(request)
+        budget = None if isinstance(request, ResponsesRequest) else request.thinking_token_budget
+        if budget is not None and (self.parser is None or self.parser.reasoning_parser_cls is None):
+            raise VLLMValidationError(
+                "a budget for thinking needs a parser that finds thoughts: leave it out, or set capture.reasoning_parser",
+                parameter="thinking_token_budget",
+            )
+        fill_defaults(request, exchange.session.sampling)
+
     async def preprocess_chat(
         self,
         request: Any,
@@ -127,9 +147,11 @@ class CaptureRenderer(OnlineRenderer):
     ) -> tuple[list[Any], list[Any]]:
         exchange = EXCHANGE.get()
         if exchange is not None:
-            check_supported(request)
-            fill_defaults(request, exchange.session.sampling)
+            self.admit(request, exchange)
             asked_for = request.extract_structured_outputs()
+            if exchange.history:
+                at = 1 if request.instructions else 0
+                messages[at:at] = exchange.history
         try:
             conversation, (engine_input,) = await super().preprocess_chat(
                 request,
@@ -188,8 +210,7 @@ class CaptureRenderer(OnlineRenderer):
     ) -> list[Any]:
         exchange = EXCHANGE.get()
         if exchange is not None:
-            check_supported(request)
-            fill_defaults(request, exchange.session.sampling)
+            self.admit(request, exchange)
         inputs = await super().preprocess_completion(request, prompt_input, prompt_embeds, skip_mm_cache=skip_mm_cache)
         if exchange is not None:
             if len(inputs) != 1:
@@ -198,13 +219,38 @@ class CaptureRenderer(OnlineRenderer):
         return inputs
 
 
+ROUTE_OF = {
+    ChatCompletionRequest: "v1/chat/completions",
+    CompletionRequest: "v1/completions",
+    ResponsesRequest: "v1/responses",
+}
+
+
 def check_supported(request: Any) -> None:
-    """Refuses what would make the sampled context another than the messages'. Raises VLLMValidationError."""
-    if not isinstance(request, ChatCompletionRequest | CompletionRequest):
+    """Refuses what a session cannot honour. Raises VLLMValidationError naming the field; see capture/fields.py."""
+    given = {name: getattr(request, name) for name in request.model_fields_set}
+    refuse(ROUTE_OF[type(request)], given | (request.model_extra or {}))
+    if not isinstance(request, ResponsesRequest):
         return
-    for name in ("use_beam_search", "truncate_prompt_tokens", "kv_transfer_params"):
-        if getattr(request, name):
-            raise VLLMValidationError(f"{name} cannot be used in a session: leave it out", parameter=name)
+    if request.background and request.stream:
+        raise VLLMValidationError("a response is streamed or runs in the background, not both", parameter="background")
+    if hosted := [tool.type for tool in request.tools if tool.type not in OWN_TOOLS]:
+        raise VLLMValidationError(f"tools of type {hosted[0]} are hosted elsewhere: use functions", parameter="tools")
+    choice = request.tool_choice
+    if not isinstance(choice, str) and choice.type not in ("function", "custom"):
+        raise VLLMValidationError(
+            f"a tool_choice of type {choice.type} cannot be used in a session", parameter="tool_choice"
+        )
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
+        raise VLLMValidationError("text.verbosity: no template knows it: ask in the messages", parameter="text")
+
+
+def null_is_left_out(request: Any) -> None:
+    """Puts the defaults in place of explicit nulls, which the SDKs may send: vLLM fails on some of them after the reply was sampled."""
+    fields = type(request).model_fields
+    for name in request.model_fields_set & fields.keys():
+        if getattr(request, name) is None:
+            setattr(request, name, fields[name].get_default(call_default_factory=True))
 
 
 def fill_defaults(request: Any, sampling: dict[str, Any]) -> None:

@@ -83,6 +83,9 @@ def engine_arguments(config: Config, *, gpu: bool) -> dict[str, Any]:
         worker_extension_cls=EXTENSION,
         disable_log_stats=True,
     )
+    if config.capture.reasoning_parser:
+        # A grammar or a budget begins where the thought ends, which the engine finds by the same parser.
+        arguments["reasoning_parser"] = config.capture.reasoning_parser
     if gpu:
         arguments |= dict(
             dtype="bfloat16" if v.dtype == "auto" else v.dtype,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
-from vllm.entrypoints.serve.utils.tool_calls_utils import maybe_filter_parallel_tool_calls
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import SamplingParams
@@ -21,6 +20,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from molt_ray.capture.gate import EXCHANGE
 from molt_ray.capture.session import Exchange
 from molt_ray.engine.recording import Recording
+from molt_ray.engine.replies import ReplyParser
 
 if TYPE_CHECKING:
     from molt_ray.engine.api_app import CaptureRenderer
@@ -43,7 +43,7 @@ class CaptureEngineClient(EngineClient):
 
     def attach(self, renderer: CaptureRenderer) -> None:
         """Takes the renderer whose parsers make replies of sampled text."""
-        self.online_renderer = renderer
+        self.replies = ReplyParser(renderer, self.model_config)
 
     def stop_ids(self) -> frozenset[int]:
         """Ids that end a turn of this model."""
@@ -56,11 +56,17 @@ class CaptureEngineClient(EngineClient):
         exchange = EXCHANGE.get()
         if exchange is None or exchange.placement is None:
             raise RuntimeError("generation outside a session")
+        if exchange.session.closed.is_set():
+            raise RuntimeError("the session was closed before the call began")
         if exchange.retry and (again := await self.finished_before(exchange)) is not None:
             yield again
             return
         self.adjust(sampling_params, exchange)
-        recording = Recording(exchange, sampling_params, self.reply_of)
+        # The engine would find it, too, but an error from another process is one of the server's, not the client's.
+        sampling_params.verify(
+            self.model_config, None, self.vllm_config.structured_outputs_config, self.renderer.get_tokenizer()
+        )
+        recording = Recording(exchange, sampling_params, self.replies)
         wanted = {name: value for name, value in options.items() if value is not None and name in FORWARDED}
         outputs = self.stream(bare(prompt), sampling_params, request_id, exchange.session.group_id, wanted)
         try:
@@ -85,37 +91,12 @@ class CaptureEngineClient(EngineClient):
 
     def adjust(self, params: SamplingParams, exchange: Exchange) -> None:
         session = exchange.session
-        if params.logprobs is None:
+        if params.logprobs is None and not params.logprob_token_ids:
             params.logprobs = 0  # of the sampled token only; the reply shows them only to a client that asked
         if params.seed is None and session.seed is not None:
             params.seed = session.seed + len(session.tree.turns)
         if (cap := session.sampling.get("max_tokens")) is not None:
             params.max_tokens = min(params.max_tokens or cap, cap)
-
-    def reply_of(self, exchange: Exchange, prompt_ids: list[int], text: str, ids: list[int]) -> dict[str, Any]:
-        """The assistant message that vLLM delivers for a sampled text, by the same parsers (see its chat serving)."""
-        request, renderer = exchange.request, self.online_renderer
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if request is None or renderer.parser is None:
-            return message
-        parser = renderer.parser(
-            renderer.template.tokenizer,
-            request.tools,
-            chat_template_kwargs=renderer.effective_chat_template_kwargs(request),
-            model_config=self.model_config,
-        )
-        parser.set_prompt_token_ids(prompt_ids)
-        reasoning, content, calls = parser.parse(
-            text, request, enable_auto_tools=renderer.enable_auto_tools, model_output_token_ids=ids
-        )
-        message |= {"content": content or "", "reasoning": reasoning or ""}
-        # With no tools or tool_choice none, vLLM delivers no calls, whatever its parser found, and but one where parallel ones are off.
-        calls = maybe_filter_parallel_tool_calls(list(calls or []), request)
-        if calls and request.tools and request.tool_choice != "none":
-            message["tool_calls"] = [
-                {"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
-            ]
-        return message
 
     # What follows is asked for by the interface and has no meaning without an engine in this process.
 

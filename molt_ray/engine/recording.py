@@ -5,16 +5,18 @@ Guarantees: ids come with their log-probs or not at all; a turn counts only once
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from molt_ray.capture.sampling import NEUTRAL
+from molt_ray.capture.sampling import NEUTRAL, why_unusable
 from molt_ray.capture.session import Exchange
 from molt_ray.capture.tree import SampledTurn
+from molt_ray.engine.replies import ReplyParser, StreamedReply
+
+ENDED = ("stop", "length", "repetition")  # finish reasons of a generation that ran to its end
 
 
 @dataclass
@@ -22,6 +24,7 @@ class Choice:
     """One sampled sequence of a call as it grows."""
 
     turn: SampledTurn
+    streamed: StreamedReply | None = None
     text: str = ""
     logprobs: list[Any] = field(default_factory=list)
     last: CompletionOutput | None = None
@@ -30,8 +33,8 @@ class Choice:
 class Recording:
     """Writes a call's outputs into the session's tree before they are passed on."""
 
-    def __init__(self, exchange: Exchange, params: SamplingParams, reply_of: Callable[..., dict[str, Any]]) -> None:
-        self.exchange, self.params, self.reply_of = exchange, params, reply_of
+    def __init__(self, exchange: Exchange, params: SamplingParams, replies: ReplyParser) -> None:
+        self.exchange, self.params, self.replies = exchange, params, replies
         tree, settings = exchange.session.tree, sampling_settings(params)
         if (parent := exchange.placement.parent) is not None:
             # A client that goes on from a reply asks for it no more: a long session would keep all its log-prob objects.
@@ -49,6 +52,9 @@ class Recording:
         ]
         exchange.turns = turns
         self.choices = [Choice(turn) for turn in turns]
+        if params.output_kind == RequestOutputKind.DELTA:
+            for choice in self.choices:
+                choice.streamed = replies.streamed(exchange.request, choice.turn.prompt_ids)
 
     def add(self, output: RequestOutput) -> None:
         for part in output.outputs:
@@ -57,6 +63,8 @@ class Recording:
             choice.turn.extend(ids, sampled_logprobs(ids, part.logprobs))
             choice.text += part.text
             choice.logprobs += part.logprobs or []
+            if choice.streamed is not None:
+                choice.streamed.add(part)
             if part.finish_reason is not None:
                 self.finish(choice, part)
         if output.finished and all(c.turn.state == "finished" for c in self.choices):
@@ -65,10 +73,17 @@ class Recording:
     def finish(self, choice: Choice, part: CompletionOutput) -> None:
         tree, turn = self.exchange.session.tree, choice.turn
         choice.last = part
-        if part.finish_reason not in ("stop", "length"):
+        if part.finish_reason not in ENDED:
             return tree.abort(turn)
         versions = [int(span.version) for span in part.weight_versions or [] for _ in range(span.start, span.end)]
-        reply = self.reply_of(self.exchange, turn.prompt_ids, choice.text, turn.token_ids)
+        if choice.streamed is not None:
+            reply = choice.streamed.message()
+        else:
+            reply = self.replies.whole(self.exchange.request, turn.prompt_ids, choice.text, turn.token_ids)
+        budget = self.params.thinking_token_budget
+        if budget is not None and len(turn.token_ids) <= budget:  # so nothing was forced
+            rest = {k: v for k, v in turn.sampling.items() if k != "thinking_token_budget"}
+            turn.unusable = self.exchange.unusable or why_unusable(turn.temperature, rest)
         tree.finish(turn, reply=reply, finish_reason=part.finish_reason, versions=versions)
 
     def whole(self, output: RequestOutput) -> RequestOutput:

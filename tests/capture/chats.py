@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -93,9 +94,10 @@ class Kitchen:
     def __init__(self, family: Family, gate: Any, sessions: Any, stream: FamilyStream) -> None:
         self.family, self.gate, self.sessions, self.stream = family, gate, sessions, stream
         self.client = gate.app.state.engine_client
-        self.template = self.client.online_renderer.template
+        self.template = self.client.replies.renderer.template
         self.asked: dict[str, list[Asked]] = {}
-        renderer, placed = self.client.online_renderer, self.client.online_renderer.placed
+        renderer = self.client.replies.renderer
+        placed = renderer.placed
 
         def noted(exchange: Any, request: Any, conversation: list[Any], engine_input: Any, kwargs: dict) -> Any:
             rest = {k: v for k, v in kwargs.items() if v is not None and k not in ("tokenize", "return_dict")}
@@ -145,10 +147,21 @@ class Kitchen:
         readings = dict.fromkeys([text, dropped, text.removeprefix(self.family.before_text)])
         if self.family.always_thinks and "</think>" not in text:
             readings |= {"<think></think>" + reading: None for reading in readings}  # as it shows an old turn
-        messages = [self.client.reply_of(exchange, head, reading, ids) for reading in readings]
-        return [
+        messages = [self.client.replies.whole(exchange.request, head, reading, ids) for reading in readings]
+        delivered = [
             m for m, r in zip(messages, readings, strict=True) if r == text or "<think></think>" not in m["content"]
         ]
+        return [*delivered, self.streamed(exchange, head, ids)] if exchange.request.stream else delivered
+
+    def streamed(self, exchange: Any, head: list[int], ids: list[int]) -> dict[str, Any]:
+        """The message that the streaming parser makes of the ids, in deltas as the stream gives them."""
+        reply = self.client.replies.streamed(exchange.request, head)
+        for at in range(0, len(ids), self.stream.chunk):
+            params = SimpleNamespace(
+                stop=exchange.request.stop, skip_special_tokens=exchange.request.skip_special_tokens, logprobs=0
+            )
+            reply.add(self.stream.part(0, ids, "stop", at, at + self.stream.chunk, params))
+        return reply.message()
 
     def chat(self, **meta: Any) -> Chat:
         return Chat(self, self.sessions.open({"group_id": "g", **meta}))
