@@ -4,8 +4,9 @@ Guarantees: a turn is continued only if the template, given the client's message
 prompted with, still shows what the turn said, and only then goes on. The sampled ids stay as they were sampled; what comes
 after them is encoded from the template's own text, so that merges are the template's, and never reach across a sampled id.
 
-How the text after a turn is found: the turn's message is rendered with a mark as its last element, and what follows the mark
-is the turn's end and everything new. After tool calls that text begins only at the first stop token, for their closing syntax
+How the text after a turn is found: where the template writes the turn literally as it was sampled, stop token included, it is what
+follows. Else the turn's message is rendered with a mark as its last element, and what follows the mark is the turn's end and
+everything new. After tool calls that text begins only at the first stop token, for their closing syntax
 was sampled. What was sampled of a turn's end is not written twice:
 
     the turn ended by               the template closes it by               what follows the sampled ids
@@ -89,6 +90,8 @@ def appended_ids(
     said = now.messages[history]
     if reasoning_of(said) and reasoning_of(said) != reasoning_of(reply):
         raise PrefixBreak("edited", beside(reasoning_of(reply), reasoning_of(said)))
+    if (after := after_literal(now, text, prompt, sampled)) is not None:
+        return now.template.encode(after)[1:]
     marked = mark(said)
     _, tail = around_mark(now, history, [marked, *now.messages[history + 1 :]], True)
     start, ended = turn_end(now, tail, history, marked, sampled)
@@ -108,6 +111,17 @@ def appended_ids(
             raise PrefixBreak("template", e.near) from e
     # Encoded with the turn's end and then cut: some tokenizers let it swallow the white space behind it.
     return now.template.encode(after)[1 if ended else 0 :]
+
+
+def after_literal(now: Conversation, text: str, prompt: Rendering, sampled: Sequence[int]) -> str | None:
+    """What the template writes from the turn's stop token on, where it writes the prompt and then the turn exactly as it was sampled: the
+    commonest case, and the only one that needs no other rendering. None in any other."""
+    if not sampled or sampled[-1] not in now.template.stop_ids:
+        return None
+    said, stop = now.template.decode(sampled), now.template.decode(sampled[-1:])
+    if not said.endswith(stop) or not text.startswith(said, prompt.length) or not prompt.begins(text):
+        return None
+    return text[prompt.length + len(said) - len(stop) :]
 
 
 def mark(message: Message) -> Message:

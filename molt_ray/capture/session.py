@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from molt_ray.capture.history import Histories, History
 from molt_ray.capture.message import Message
 from molt_ray.capture.tree import Placement, SampledTurn, TokenTree
 
@@ -92,6 +93,8 @@ class Exchange:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     history: list[Message] = field(default_factory=list)  # that the request names and does not repeat
     background: bool = False  # its generation outlasts its reply, which delivers nothing
+    conversation: History | None = None  # all of it, where it is plain text, and its rendering
+    text: str = ""
     placement: Placement | None = None
     unusable: str = ""  # why its turns cannot be trained
     turns: list[SampledTurn] = field(default_factory=list)
@@ -119,6 +122,7 @@ class Session:
     lease_until: float
     sampling: dict[str, Any] = field(default_factory=dict)  # defaults of calls that leave a setting out
     seed: int | None = None
+    histories: Histories = field(default_factory=Histories)
     running: set[Exchange] = field(default_factory=set)
     outcomes: dict[str, Any] = field(default_factory=dict)  # request key -> finished output, for retries
     stored: StoredResponses = field(default_factory=StoredResponses)

@@ -26,8 +26,9 @@ All reasons but start and branch are counted as prefix breaks, each with a sampl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 from molt_ray.capture.continuation import Conversation, PrefixBreak, Rendering, agreement, appended_ids, beside
@@ -59,7 +60,7 @@ class Placement:
     @property
     def prompt_ids(self) -> list[int]:
         """The exact ids for the engine, put together anew."""
-        return [*(self.parent.context_ids() if self.parent else ()), *self.added]
+        return (self.parent.context_ids() if self.parent else []) + self.added
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +97,7 @@ class SampledTurn:
         while turn is not None:
             pieces += [turn.token_ids, turn.placement.added]
             turn = turn.parent
-        return [i for piece in reversed(pieces) for i in piece]
+        return list(chain.from_iterable(reversed(pieces)))
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Records sampled ids, before they are passed on. Raises ValueError on ids without log-probs."""
@@ -140,14 +141,17 @@ class TokenTree:
         template: Template,
         rendered_ids: Sequence[int] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        text: str | None = None,
+        prefixes: list[bytes] | None = None,
     ) -> Placement:
         """Decides what a request's prompt is. Changes nothing: the call is recorded, and its break counted, by `begin`.
 
-        `rendered_ids` are the ids of the freshly rendered prompt, where the caller has them; used when a segment opens.
+        `text` is the rendering and `prefixes` the digests of the messages, where the caller has them. `rendered_ids` are the ids of the freshly rendered prompt, where the caller has them; used when a segment opens.
         """
         now = Conversation(list(messages), tools, template, dict(template_kwargs or {}))
-        text = now.render()
-        prefixes = digests(now.messages)
+        text = now.render() if text is None else text
+        prefixes = digests(now.messages) if prefixes is None else prefixes
         placement = Placement(
             [],
             messages=[self.held.get(d, m) for d, m in zip(prefixes[1:], now.messages, strict=True)],
@@ -156,7 +160,7 @@ class TokenTree:
             prompt=Rendering.of(text),
         )
         broken: PrefixBreak | None = None
-        for turn in self.candidates(placement):
+        for turn in self.candidates(placement.digests):
             try:
                 ids = self.ids_after(turn, placement, now, text)
             except PrefixBreak as e:
@@ -169,12 +173,15 @@ class TokenTree:
         placement.opened_by, placement.near = (broken.reason, broken.near) if broken else self.why_new(placement)
         return placement
 
-    def candidates(self, placement: Placement) -> list[SampledTurn]:
+    def knows(self, prefixes: list[bytes]) -> bool:
+        """Whether messages with these digests repeat a finished turn."""
+        return any(digest in self.by_outcome for digest in prefixes)
+
+    def candidates(self, prefixes: list[bytes]) -> Iterator[SampledTurn]:
         """Finished turns whose history and reply the messages repeat: the longest first, then what was delivered, then the latest."""
-        found = []
-        for digest in placement.digests[:0:-1]:
-            found += sorted(self.by_outcome.get(digest, []), key=lambda t: (t.delivered, t.index), reverse=True)
-        return found
+        for digest in reversed(prefixes[1:]):
+            if turns := self.by_outcome.get(digest):
+                yield from sorted(turns, key=lambda t: (t.delivered, t.index), reverse=True)
 
     def ids_after(self, turn: SampledTurn, placement: Placement, now: Conversation, text: str) -> list[int]:
         """The ids between the turn's sampled ones and the next. Raises PrefixBreak."""

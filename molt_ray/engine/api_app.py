@@ -185,7 +185,7 @@ class CaptureRenderer(OnlineRenderer):
         self, exchange: Exchange, request: Any, conversation: list[Any], engine_input: Any, kwargs: dict[str, Any]
     ) -> Any:
         """The engine input with the tree's ids. Raises VLLMValidationError when they leave no room for a reply."""
-        rendered = list(engine_input["prompt_token_ids"])
+        rendered = engine_input["prompt_token_ids"] if exchange.conversation is None else None
         tools = kwargs.pop("tools", None)
         generation = kwargs.pop("add_generation_prompt", True)
         kwargs = {k: v for k, v in kwargs.items() if v is not None and k not in ("tokenize", "return_dict")}
@@ -197,13 +197,14 @@ class CaptureRenderer(OnlineRenderer):
             # The reply goes on from a message that the client began: no message of its own to match later.
             exchange.placement = tree.place_ids(rendered, self.template.decode)
         else:
-            exchange.placement = tree.place(conversation, tools, self.template, rendered, kwargs)
+            known = {"text": exchange.text, "prefixes": exchange.conversation.digests} if exchange.conversation else {}
+            exchange.placement = tree.place(conversation, tools, self.template, rendered, kwargs, **known)
         exchange.request, exchange.template_kwargs = request, kwargs
         ids = exchange.placement.prompt_ids
         if len(ids) >= self.model_config.max_model_len:
             exchange.too_long = len(ids)
             raise VLLMValidationError(f"prompt of {len(ids)} tokens", parameter="input_tokens", value=len(ids))
-        return {**{k: v for k, v in engine_input.items() if k != "prompt"}, "prompt_token_ids": list(ids)}
+        return {**{k: v for k, v in engine_input.items() if k != "prompt"}, "prompt_token_ids": ids}
 
     async def preprocess_completion(
         self, request: Any, prompt_input: Any, prompt_embeds: Any, *, skip_mm_cache: bool = False

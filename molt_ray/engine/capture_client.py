@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
+from vllm.renderers.hf import HfRenderer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
@@ -21,6 +22,7 @@ from molt_ray.capture.gate import EXCHANGE
 from molt_ray.capture.session import Exchange
 from molt_ray.engine.recording import Recording
 from molt_ray.engine.replies import ReplyParser
+from molt_ray.engine.text_renderer import TextRenderer
 
 if TYPE_CHECKING:
     from molt_ray.engine.api_app import CaptureRenderer
@@ -38,6 +40,8 @@ class CaptureEngineClient(EngineClient):
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
+        if type(self.renderer) is HfRenderer:
+            self.renderer.__class__ = TextRenderer
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self.stream = stream
 
@@ -153,9 +157,7 @@ FORWARDED = ("priority", "reasoning_ended", "reasoning_parser_kwargs")
 
 def bare(prompt: Any) -> dict[str, Any]:
     """The engine prompt without what only this process needs."""
-    return (
-        {"type": "token", "prompt_token_ids": list(prompt["prompt_token_ids"])} if is_tokens(prompt) else dict(prompt)
-    )
+    return {"type": "token", "prompt_token_ids": prompt["prompt_token_ids"]} if is_tokens(prompt) else dict(prompt)
 
 
 def is_tokens(prompt: Any) -> bool:
