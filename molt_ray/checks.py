@@ -59,6 +59,7 @@ def check_prompts(c: Config) -> None:
         ("data.prompt_dataset", data.prompt_dataset, "excludes --data.tasks: leave one of them out"),
         ("data.label_key", data.label_key, "--data.tasks make their labels: leave it out"),
         ("data.tools_key", data.tools_key, "--data.tasks have no tools: leave it out"),
+        ("data.image_key", data.image_key, "--data.tasks have no images: leave it out"),
         ("eval.dataset", c.eval.dataset, "with --data.tasks, prompts are held out by --eval.task_size"),
     ):
         if value:

@@ -182,6 +182,9 @@ class DataConfig(Section):
     """Column handed to the agent as its label."""
     tools_key: str | None = None
     """Column with a list of OpenAI tool schemas."""
+    image_key: str | None = None
+    """Column with the prompt's images: one or a list of data URIs, encoded bytes, http(s) URLs (see capture.image_hosts), or paths from the
+    data set's folder. They fill the prompt's bare parts {"type": "image"}, or go ahead of the text of its last user message."""
     max_len: int = Field(default=2048, ge=8)
     """Context budget in tokens: prompt, replies and observations together (the engine's max_model_len)."""
     max_samples: int | None = Field(default=None, ge=1)
@@ -296,6 +299,9 @@ class CaptureConfig(Section):
     """Keep sampled thinking in the context where the template would strip it from history, instead of a new segment."""
     train_abandoned: bool = True
     """Train branches that the rest of the rollout does not build on."""
+    image_hosts: tuple[str, ...] = ()
+    """Hosts from which images given as http(s) URLs are fetched; data URIs need none. `*`: every host with public addresses only; one in a
+    private network must be named."""
     lease_s: float = Field(default=60.0, gt=0)
     """A session whose worker is gone for so many seconds is reaped."""
 

@@ -16,7 +16,10 @@ from typing import Any
 
 import numpy as np
 
-SCHEMA_VERSION = 1
+from molt_ray.images import PlacedImage
+
+SCHEMA_VERSION = 2
+TOKENS, MEDIA = "tokens", "media"  # column families (a) and (c)
 CONTEXT = -1  # version and turn of a token that no engine sampled
 
 
@@ -46,6 +49,8 @@ class Segment:
         ""  # around a prefix break: what the tree held -> what the client sent, at most 200 characters of each
     )
     truncated: bool = False  # its last turn ended by length, or the budget was used up
+    images: list[PlacedImage] = field(default_factory=list)  # in the order of their places
+    pixels: dict[str, np.ndarray] = field(default_factory=dict)  # by digest: uint8 [height, width, 3]
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -102,7 +107,8 @@ class Row:
     turns: list[Turn] = field(default_factory=list)
     packs: dict[str, PackRef] = field(default_factory=dict)
     prompt_tokens: int = 0  # before the first sampled token
-    prompt_digest: str = ""  # of those tokens: segments of equal digest begin alike
+    prompt_digest: str = ""  # of those tokens and images: segments of equal digest begin alike
+    images: list[PlacedImage] = field(default_factory=list)  # in the order of their places
     schema: int = SCHEMA_VERSION
 
     @property
@@ -112,10 +118,13 @@ class Row:
     def to_record(self) -> dict[str, Any]:
         """The flat, JSON-typed form that the Parquet records hold."""
         record = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("packs", "turns", "info")
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in ("packs", "turns", "info", "images")
         }
         record["turns"] = json.dumps([dataclasses.asdict(t) for t in self.turns])
         record["info"] = json.dumps(self.info)
+        record["images"] = json.dumps([dataclasses.asdict(image) for image in self.images])
         return record
 
 
@@ -134,7 +143,11 @@ class Experience:
     def reload(self, packs: dict[str, Pack]) -> Experience:
         """Puts the heavy columns back from `packs` (family to fetched Pack). Families already present are kept."""
         for family, where in self.row.packs.items():
-            if family not in self.heavy:
+            if family in self.heavy:
+                continue
+            if family == MEDIA:
+                self.heavy[family] = packs[family].pictures({image.digest for image in self.row.images})
+            else:
                 self.heavy[family] = packs[family].payload(where.row)
         return self
 
@@ -143,7 +156,8 @@ class Experience:
 class Pack:
     """The payloads of several segments of one family as one object.
 
-    `columns` maps a name to the concatenation over the segments, `offsets` (int64 [n + 1]) says where each begins.
+    `columns` maps a name to the concatenation over the segments, `offsets` (int64 [n + 1]) says where each begins. Of media, a column is one
+    image under its digest, once however many segments show it, and there are no offsets.
     """
 
     family: str
@@ -153,7 +167,11 @@ class Pack:
 
     @classmethod
     def of(cls, family: str, payloads: list[Payload]) -> Pack:
-        """Packs at least one payload; all have the same columns, and columns of one payload the same length."""
+        """Packs at least one payload; all have the same columns, and columns of one payload the same length. Media are merged."""
+        if family == MEDIA:
+            return cls(
+                family, {digest: pixels for p in payloads for digest, pixels in p.items()}, np.zeros(0, np.int64)
+            )
         names = payloads[0].keys()
         lengths = [len(next(iter(p.values()))) for p in payloads]
         columns = {name: np.concatenate([p[name] for p in payloads]) for name in names}
@@ -161,11 +179,19 @@ class Pack:
 
     def payload(self, row: int) -> Payload:
         """Views (no copies) of one segment's columns. Raises when the pack was written by another schema."""
+        self.check_schema()
+        return {name: column[self.offsets[row] : self.offsets[row + 1]] for name, column in self.columns.items()}
+
+    def pictures(self, digests: set[str]) -> Payload:
+        """Views of some images of a media pack. Raises when the pack was written by another schema."""
+        self.check_schema()
+        return {digest: self.columns[digest] for digest in digests}
+
+    def check_schema(self) -> None:
         if self.schema != SCHEMA_VERSION:
             raise ValueError(
                 f"pack of schema {self.schema}, this code reads {SCHEMA_VERSION}: replay it with the version that wrote it"
             )
-        return {name: column[self.offsets[row] : self.offsets[row + 1]] for name, column in self.columns.items()}
 
     @property
     def nbytes(self) -> int:
@@ -196,6 +222,11 @@ def token_payload(segment: Segment) -> Payload:
         "temperatures": temperatures,
     }
     return {name: np.ascontiguousarray(source[name], dtype) for name, dtype in TOKEN_COLUMNS.items()}
+
+
+def prompt_digest(ids: np.ndarray, images: list[PlacedImage]) -> str:
+    shown = "".join(image.digest for image in images if image.start < len(ids))
+    return hashlib.blake2b(ids.tobytes() + shown.encode(), digest_size=8).hexdigest()
 
 
 def experiences_of(
@@ -239,7 +270,9 @@ def experiences_of(
             info=dict(info),
             turns=segment.turns,
             prompt_tokens=len(prompt),
-            prompt_digest=hashlib.blake2b(prompt.tobytes(), digest_size=8).hexdigest(),
+            prompt_digest=prompt_digest(prompt, segment.images),
+            images=segment.images,
         )
-        out.append(Experience(row, {"tokens": token_payload(segment)}))
+        media = {MEDIA: segment.pixels} if segment.pixels and actions else {}
+        out.append(Experience(row, {TOKENS: token_payload(segment)} | media))
     return out

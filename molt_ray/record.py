@@ -9,7 +9,7 @@ from pathlib import Path
 
 import ray
 
-from molt_ray.experience import Experience, Pack, Row
+from molt_ray.experience import TOKENS, Pack, Row
 
 
 @ray.remote(num_cpus=0.1, max_retries=1)
@@ -18,12 +18,14 @@ def write_records(path: str, step: int, rows: list[Row]) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    refs = list({where.ref: None for row in rows for where in row.packs.values()})
+    refs = list({row.packs[TOKENS].ref: None for row in rows})
     packs: dict[object, Pack] = dict(zip(refs, ray.get(refs, timeout=300), strict=True))
     records = []
     for row in rows:
-        experience = Experience(row).reload({family: packs[where.ref] for family, where in row.packs.items()})
-        columns = {name: column.tolist() for payload in experience.heavy.values() for name, column in payload.items()}
+        columns = {
+            name: column.tolist()
+            for name, column in packs[row.packs[TOKENS].ref].payload(row.packs[TOKENS].row).items()
+        }
         records.append({"step": step, **row.to_record(), **columns})
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(records), path)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ from molt_ray.capture.dialect import dialect_of, error_body
 from molt_ray.capture.server import bind, start
 from molt_ray.capture.session import Session, SessionError, SessionIds, Sessions
 from molt_ray.config import Config
+from molt_ray.engine.client import given_images
+from molt_ray.images import Image, ImageTokens
 from molt_ray.resources import CAPTURE_CPUS
 from serve_apps.engine import with_variables
 
@@ -59,7 +61,7 @@ class Capture:
             keep_thinking=config.capture.keep_thinking,
             train_abandoned=config.capture.train_abandoned,
         )
-        gate = await build_gate(config, self.sessions, self.stream)
+        gate = await build_gate(config, self.sessions, self.stream, self.images)
         self.server, self.serving = await start(gate, sock)
         self.reaping = asyncio.create_task(self.reap())
         # A forwarded request lasts as long as its generation: only reaching the owner has a deadline.
@@ -94,6 +96,10 @@ class Capture:
                 yield output
         finally:
             outputs.cancel()
+
+    async def images(self, images: Sequence[Image], group_id: str) -> list[ImageTokens]:
+        """Gives the group's engine the images that it lacks."""
+        return await given_images(self.engine, images, group_id)
 
     async def reap(self) -> None:
         while True:

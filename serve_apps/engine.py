@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from molt_ray.engine.policy_engine import Outcome, PolicyEngine
     from molt_ray.engine.protocol import GenerateRequest
+    from molt_ray.images import Image, ImageTokens
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 
@@ -74,6 +75,12 @@ class EngineReplica:
     ) -> AsyncIterator[RequestOutput]:
         async for output in self.engine.stream(prompt, sampling_params, request_id, **options):
             yield output
+
+    async def known_images(self, digests: list[str]) -> dict[str, ImageTokens | None]:
+        return self.engine.known_images(digests)
+
+    async def add_images(self, images: list[Image]) -> dict[str, ImageTokens | str]:
+        return await self.engine.add_images(images)
 
     async def logprobs_of(self, token_ids: list[int]) -> list[float]:
         return await self.engine.logprobs_of(token_ids)

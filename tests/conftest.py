@@ -18,11 +18,11 @@ os.environ.setdefault("RAY_allow_out_of_band_object_ref_serialization", "0")
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of the tiny models: dense, tied, moe (bytes, ChatML) and last_digit (the embedded job)."""
+    """Folders of the tiny models: dense, tied, moe, vlm (bytes, ChatML) and last_digit (the embedded job)."""
     from molt_ray.tiny import make_byte_model, make_last_digit
 
     root = tmp_path_factory.mktemp("models")
-    folders = {kind: make_byte_model(root / kind, kind) for kind in ("dense", "tied", "moe")}
+    folders = {kind: make_byte_model(root / kind, kind) for kind in ("dense", "tied", "moe", "vlm")}
     return folders | {"last_digit": make_last_digit(root / "last_digit")}
 
 

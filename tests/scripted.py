@@ -74,6 +74,9 @@ class Answer:
     def reasons(self) -> list[str]:
         return [failure.reason for failure in self.failures]
 
+    def packs(self, family: str) -> list[Pack]:
+        return [item for item in self.items if isinstance(item, Pack) and item.family == family]
+
     def tokens(self, index: int = 0) -> dict[str, Any]:
         """The token columns of row `index`, from the pack that follows the row's update."""
         packs = {}
@@ -81,7 +84,7 @@ class Answer:
             if isinstance(item, GroupUpdate):
                 rows = item.rows
             else:
-                packs |= {id(row): item for row in rows}
+                packs |= {id(row): item for row in rows if item.family == "tokens"}
         row = self.rows[index]
         return packs[id(row)].payload(row.packs["tokens"].row)
 

@@ -12,7 +12,8 @@ class Result:
 
     `observation` is the next message: a string is the next user message, a list holds messages as they are, `RawText` is
     appended as text without the template (and then only RawText may follow). `reward` may be None only while `terminated` is
-    False. `info` scalars become metrics. `sampling_params` replaces the settings from the next turn on.
+    False. `info` scalars become metrics. `sampling_params` replaces the settings from the next turn on. `images` (data URIs, encoded bytes,
+    PIL images, arrays of pixels) go into the observation: into its parts {"type": "image"}, or ahead of the text of its last user message.
     """
 
     reward: float | None
@@ -73,7 +74,7 @@ class Context:
     tools: list[dict[str, Any]] | None
     prompt: str  # text of the last user message
     label: Any
-    images: list[Any]
+    images: list[str]  # data URIs, or the URLs that the data set holds; `messages` has them in their places
     base_url: str  # for the OpenAI SDK: with /v1
     session_url: str  # for the Anthropic SDK: without
     api_key: str  # this session's own secret

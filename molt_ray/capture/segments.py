@@ -94,6 +94,7 @@ def segment_of(leaf: SampledTurn, why: dict[SampledTurn, str]) -> Segment:
         opened_by=reason,
         break_text=text,
         truncated=leaf.finish_reason == "length",
+        images=leaf.context_images(),
     )
     end = 0
     for index, (turn, untrained) in enumerate(why.items()):

@@ -96,7 +96,6 @@ class Exchange:
     conversation: History | None = None  # all of it, where it is plain text, and its rendering
     text: str = ""
     placement: Placement | None = None
-    unusable: str = ""  # why its turns cannot be trained
     turns: list[SampledTurn] = field(default_factory=list)
     too_long: int = 0  # tokens of a prompt over the budget
     ended: str = ""  # why it was ended early: closed, replaced, disconnected

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from molt_ray.capture.message import Message, is_text
+from molt_ray.images import is_image
 
 PROBE = "molt-probe-7f3a"
 
@@ -38,7 +39,7 @@ class Template(Protocol):
 
 
 class HfTemplate:
-    """The chat template of a Hugging Face tokenizer. Messages and tools are OpenAI's, text only.
+    """The chat template of a Hugging Face tokenizer. Messages and tools are OpenAI's, with images as parts `{"type": "image"}`.
 
     `stop_ids` are the ids at which the engine stops; none given: the tokenizer's own end-of-sequence id.
     """
@@ -95,13 +96,18 @@ class HfTemplate:
 
     def shown(self, message: Message) -> Message:
         """The message as the endpoint hands it to a template: content as parts or as one text, arguments as mappings, reasoning under
-        both names. Raises ValueError on content that is no text."""
-        out = {key: value for key, value in message.items() if value is not None}
+        both names. Raises ValueError on content that the template cannot show."""
+        out = {key: value for key, value in message.items() if value is not None and key != "images"}
         content = out.get("content", [])
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-        if not all(is_text(part) for part in parts):
-            raise ValueError(f"content {content!r}: only text parts can be rendered without a media processor")
-        if self.takes_parts and message["role"] != "tool":
+        images = any(is_image(part) for part in parts)
+        if images and not self.takes_parts:
+            raise ValueError(
+                "an image: this chat template takes text only; give one that reads content parts by --capture.chat_template"
+            )
+        if not all(is_text(part) or part.get("type") == "image" for part in parts):
+            raise ValueError(f"content {content!r}: neither text nor an image")
+        if images or (self.takes_parts and message["role"] != "tool"):
             out["content"] = parts
         else:
             out["content"] = "\n".join(part["text"] for part in parts)

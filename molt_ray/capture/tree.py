@@ -1,7 +1,8 @@
 """The token tree of one session: every model call that was made in it, and which of them goes on from which.
 
 Guarantees: each trained id was sampled in the context that it is trained in; sampled ids are never made from text again; each
-is trained once, however many branches share it; nothing is lost without a counted reason. No Ray, HTTP, vLLM or torch here.
+is trained once, however many branches share it; nothing is lost without a counted reason. An image is its content (`images` of a message
+holds the digests of its images, in order), and its ids are put in where the template writes it. No Ray, HTTP, vLLM or torch here.
 
 What becomes of a request, by how its messages stand to a finished turn (its history, then the reply that was delivered):
 
@@ -37,6 +38,7 @@ from molt_ray.capture.sampling import why_unusable
 from molt_ray.capture.segments import segments_of
 from molt_ray.capture.template import Template
 from molt_ray.experience import Segment
+from molt_ray.images import Image, ImageError, ImageTokens, PlacedImage, expanded
 
 NO_BREAK = ("", "start", "branch")
 
@@ -49,6 +51,7 @@ class Placement:
     """
 
     added: list[int]  # ids after those of `parent`; the whole prompt where there is none
+    images: list[PlacedImage] = field(default_factory=list)  # within `added`
     parent: SampledTurn | None = field(default=None, repr=False)
     opened_by: str = "start"  # why a segment opens here; empty when the request only goes on from `parent`
     near: str = ""  # the text around the break
@@ -61,6 +64,16 @@ class Placement:
     def prompt_ids(self) -> list[int]:
         """The exact ids for the engine, put together anew."""
         return (self.parent.context_ids() if self.parent else []) + self.added
+
+    @property
+    def prompt_images(self) -> list[PlacedImage]:
+        """The images of the whole prompt, in the order of their places in it."""
+        return (self.parent.context_images() if self.parent else []) + self.own_images()
+
+    def own_images(self) -> list[PlacedImage]:
+        """`images` where they lie in the whole prompt."""
+        before = self.parent.context_length() if self.images and self.parent else 0
+        return [image.shifted(before) for image in self.images]
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +112,21 @@ class SampledTurn:
             turn = turn.parent
         return list(chain.from_iterable(reversed(pieces)))
 
+    def context_length(self) -> int:
+        length, turn = 0, self
+        while turn is not None:
+            length += len(turn.token_ids) + len(turn.placement.added)
+            turn = turn.parent
+        return length
+
+    def context_images(self) -> list[PlacedImage]:
+        """The images of the context, in the order of their places in it."""
+        pieces, turn = [], self
+        while turn is not None:
+            pieces.append(turn.placement.own_images())
+            turn = turn.parent
+        return [image for piece in reversed(pieces) for image in piece]
+
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Records sampled ids, before they are passed on. Raises ValueError on ids without log-probs."""
         if len(token_ids) != len(logprobs):
@@ -133,6 +161,12 @@ class TokenTree:
         self.by_prefix: dict[bytes, SampledTurn] = {}  # digest of any prefix of them -> the latest turn that has it
         self.held: dict[bytes, Message] = {}  # digest of a prefix -> its last message
         self.replies: set[str] = set()  # canonical
+        self.images: dict[str, tuple[Image, ImageTokens]] = {}  # by digest
+
+    def know(self, images: Sequence[Image], tokens: Sequence[ImageTokens]) -> None:
+        """Tells the tree of the images that a request's messages name, before the request is placed."""
+        for image, written in zip(images, tokens, strict=True):
+            self.images[image.digest] = image, written
 
     def place(
         self,
@@ -147,7 +181,9 @@ class TokenTree:
     ) -> Placement:
         """Decides what a request's prompt is. Changes nothing: the call is recorded, and its break counted, by `begin`.
 
-        `text` is the rendering and `prefixes` the digests of the messages, where the caller has them. `rendered_ids` are the ids of the freshly rendered prompt, where the caller has them; used when a segment opens.
+        `text` is the rendering and `prefixes` the digests of the messages, where the caller has them. `rendered_ids` are the ids of the
+        freshly rendered prompt, where the caller has them; used when a segment without images opens. Raises ImageError when the template
+        does not write an image of a new segment.
         """
         now = Conversation(list(messages), tools, template, dict(template_kwargs or {}))
         text = now.render() if text is None else text
@@ -162,14 +198,16 @@ class TokenTree:
         broken: PrefixBreak | None = None
         for turn in self.candidates(placement.digests):
             try:
-                ids = self.ids_after(turn, placement, now, text)
+                placement.added, placement.images = self.added_after(turn, placement, now, text)
             except PrefixBreak as e:
                 broken = broken or e  # the longest history's reason is the one to tell
                 continue
-            placement.parent, placement.added = turn, ids
+            placement.parent = turn
             break
         else:
-            placement.added = list(rendered_ids) if rendered_ids is not None else template.encode(text)
+            images = self.images_of(placement.messages)
+            ids = list(rendered_ids) if rendered_ids is not None and not images else template.encode(text)
+            placement.added, placement.images = expanded(ids, images)
         placement.opened_by, placement.near = (broken.reason, broken.near) if broken else self.why_new(placement)
         return placement
 
@@ -183,13 +221,18 @@ class TokenTree:
             if turns := self.by_outcome.get(digest):
                 yield from sorted(turns, key=lambda t: (t.delivered, t.index), reverse=True)
 
-    def ids_after(self, turn: SampledTurn, placement: Placement, now: Conversation, text: str) -> list[int]:
-        """The ids between the turn's sampled ones and the next. Raises PrefixBreak."""
+    def images_of(self, messages: Sequence[Message]) -> list[ImageTokens]:
+        return [self.images[digest][1] for message in messages for digest in message.get("images") or ()]
+
+    def added_after(
+        self, turn: SampledTurn, placement: Placement, now: Conversation, text: str
+    ) -> tuple[list[int], list[PlacedImage]]:
+        """The ids between the turn's sampled ones and the next, and the images in them. Raises PrefixBreak."""
         before = turn.placement
         for reason, old, new in zip(("tools", "template_kwargs"), before.setting, placement.setting, strict=True):
             if old != new:
                 raise PrefixBreak(reason, beside(old, new))
-        return appended_ids(
+        ids = appended_ids(
             now,
             text,
             history=len(before.messages),
@@ -198,6 +241,10 @@ class TokenTree:
             sampled=turn.token_ids,
             keep_thinking=self.keep_thinking,
         )
+        try:
+            return expanded(ids, self.images_of(placement.messages[len(before.messages) + 1 :]))
+        except ImageError as e:  # a template that gathers images elsewhere
+            raise PrefixBreak("template", str(e)) from None
 
     def why_new(self, placement: Placement) -> tuple[str, str]:
         """(reason, text around it) for messages that no finished turn's history and reply contradict: how they part from the turn
@@ -230,19 +277,26 @@ class TokenTree:
         later = {canonical(m) for m in past[common + 1 :]}
         return ("dropped" if was["role"] == "assistant" or canonical(now) in later else "rewrite"), near
 
-    def place_ids(self, prompt_ids: Sequence[int], decode: Callable[[list[int]], str] = str) -> Placement:
-        """A prompt of bare ids: goes on from the turn with whose prompt and sampled ids it begins, the longest such one. `decode`
-        makes the text around a break."""
+    def place_ids(
+        self,
+        prompt_ids: Sequence[int],
+        decode: Callable[[list[int]], str] = str,
+        images: Sequence[PlacedImage] = (),
+    ) -> Placement:
+        """A prompt of bare ids, and the images in it: goes on from the turn with whose prompt and sampled ids it begins, the longest such
+        one. `decode` makes the text around a break."""
         ids = list(prompt_ids)
         placement = Placement(ids)
         length, closest, nearest = 0, -1, []
         for turn in self.turns:
             own = turn.context_ids()
-            if turn.state == "finished" and len(own) > length and ids[: len(own)] == own:
+            same = turn.state == "finished" and len(own) > length and ids[: len(own)] == own
+            if same and turn.context_images() == [image for image in images if image.start < len(own)]:
                 placement.parent, placement.opened_by, length = turn, "", len(own)
             if (common := agreement(own, ids)) > closest:
                 closest, nearest = common, own
         placement.added = ids[length:]
+        placement.images = [image.shifted(-length) for image in images if image.start >= length]
         if placement.parent is None and self.turns:
             again = any(t.prompt_ids == ids for t in self.turns)
             around = slice(max(0, closest - 20), closest + 60)
@@ -269,18 +323,17 @@ class TokenTree:
         temperature: float,
         sampling: Mapping[str, Any] | None = None,
         request_key: str = "",
-        unusable: str = "",
     ) -> SampledTurn:
         """Records a model call before it is made. Several with one placement (n > 1) are branches.
 
-        `sampling` holds the call's vLLM SamplingParams fields; `unusable` is a reason of the caller's own not to train it.
+        `sampling` holds the call's vLLM SamplingParams fields.
         """
         turn = SampledTurn(
             index=len(self.turns),
             placement=placement,
             temperature=temperature,
             sampling=dict(sampling or {}),
-            unusable=unusable or why_unusable(temperature, sampling or {}),
+            unusable=why_unusable(temperature, sampling or {}),
             request_key=request_key,
         )
         if not (self.turns and self.turns[-1].placement is placement):  # once for all n of a request
@@ -327,7 +380,10 @@ class TokenTree:
         """The rollout as segments, in the order in which their last turns began. Turns still running count as aborted."""
         for turn in self.turns:
             self.abort(turn)
-        return segments_of(self.turns, train_abandoned=self.train_abandoned)
+        segments = segments_of(self.turns, train_abandoned=self.train_abandoned)
+        for segment in segments:
+            segment.pixels = {placed.digest: self.images[placed.digest][0].pixels for placed in segment.images}
+        return segments
 
 
 def outcome(turn: SampledTurn) -> list[Message]:

@@ -11,7 +11,7 @@ token limits and usage see the real prompt; `EngineClient.generate` calls the en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -24,23 +24,30 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import merge_kwargs
-from vllm.renderers.hf import safe_apply_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from molt_ray.capture.fetch import ImageSource
 from molt_ray.capture.gate import EXCHANGE, SessionGate
 from molt_ray.capture.session import Exchange, Sessions
+from molt_ray.capture.tree import Placement
 from molt_ray.config import Config, ConfigError
+from molt_ray.engine.api_images import Taken, take_images
 from molt_ray.engine.capture_client import CaptureEngineClient, Stream
 from molt_ray.engine.messages import CaptureMessages, refuse
 from molt_ray.engine.models import put_first
 from molt_ray.engine.responses import CaptureResponses
+from molt_ray.engine.vllm_template import VllmTemplate
+from molt_ray.images import Image, ImageError, ImageTokens, PlacedImage
 
 MODEL_NAME = "policy"
 OWN_TOOLS = ("function", "custom", "namespace")
 
+# (images, group id) -> how the model writes each; from then on the group's engine holds them.
+Images = Callable[[Sequence[Image], str], Awaitable[list[ImageTokens]]]
 
-async def build_gate(config: Config, sessions: Sessions, stream: Stream) -> SessionGate:
+
+async def build_gate(config: Config, sessions: Sessions, stream: Stream, images: Images) -> SessionGate:
     """The endpoint of one replica, ready to be served by an ASGI server. Loads the tokenizer; needs no weights and no GPU."""
     args = api_arguments(config)
     engine_args = AsyncEngineArgs.from_cli_args(args)
@@ -59,6 +66,7 @@ async def build_gate(config: Config, sessions: Sessions, stream: Stream) -> Sess
         )
     renderer.__class__ = CaptureRenderer  # built deep inside init_app_state, and shared by all handlers from there
     renderer.template = VllmTemplate(renderer, client.stop_ids())
+    renderer.source, renderer.images = ImageSource(config.capture.image_hosts), images
     client.attach(renderer)
     app.state.openai_serving_responses.__class__ = CaptureResponses
     app.state.anthropic_serving_messages.__class__ = CaptureMessages
@@ -73,8 +81,8 @@ def api_arguments(config: Config) -> Any:
     words += ["--max-model-len", str(config.data.max_len), "--disable-fastapi-docs", "--enable-prompt-tokens-details"]
     words += [
         "--mm-processor-cache-gb",
-        "0",
-    ]  # an engine elsewhere does not hold what this process has cached: it would die
+        "1",
+    ]  # an image is processed once, not in every turn; its features never leave this process
     if capture.tool_call_parser:
         words += ["--enable-auto-tool-choice", "--tool-call-parser", capture.tool_call_parser]
     if capture.reasoning_parser:
@@ -88,38 +96,12 @@ def api_arguments(config: Config) -> Any:
     return args
 
 
-class VllmTemplate:
-    """The chat template as vLLM applies it; a capture.template.Template."""
-
-    def __init__(self, renderer: OnlineRenderer, stop_ids: frozenset[int]) -> None:
-        self.model_config = renderer.model_config
-        self.tokenizer = renderer.renderer.get_tokenizer()
-        self.stop_ids = stop_ids
-
-    def render(
-        self, messages: Sequence[dict[str, Any]], tools: list[Any] | None, add_generation_prompt: bool, **kwargs: Any
-    ) -> str:
-        return safe_apply_chat_template(
-            self.model_config,
-            self.tokenizer,
-            list(messages),
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-            **kwargs,
-        )
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
-
-
 class CaptureRenderer(OnlineRenderer):
     """Lets vLLM render and validate a chat, and then puts in the ids that the session's tree decides."""
 
     template: VllmTemplate
+    source: ImageSource
+    images: Images
 
     def admit(self, request: Any, exchange: Exchange) -> None:
         """Refuses what the session cannot do, and fills in its settings. Raises VLLMValidationError."""
@@ -152,6 +134,8 @@ class CaptureRenderer(OnlineRenderer):
             if exchange.history:
                 at = 1 if request.instructions else 0
                 messages[at:at] = exchange.history
+            taken = await self.take(exchange, messages)
+            messages = taken.messages
         try:
             conversation, (engine_input,) = await super().preprocess_chat(
                 request,
@@ -179,10 +163,30 @@ class CaptureRenderer(OnlineRenderer):
         params = request.build_chat_params(default_template, default_template_content_format)
         params = params.with_defaults(merge_kwargs(default_template_kwargs, {"tools": tool_dicts}))
         kwargs = params.get_apply_chat_template_kwargs()
-        return conversation, [self.placed(exchange, request, conversation, engine_input, kwargs)]
+        taken.mark(conversation)
+        return conversation, [self.placed(exchange, request, conversation, engine_input, kwargs, taken)]
+
+    async def take(self, exchange: Exchange, messages: list[Any]) -> Taken:
+        """The messages without their images; those are known to the tree and to the session's engine then."""
+        try:
+            taken = await take_images(messages, self.source)
+            if taken.images:
+                if not self.model_config.is_multimodal_model:
+                    raise ImageError("the policy takes no images")
+                images = list(taken.images.values())
+                exchange.session.tree.know(images, await self.images(images, exchange.session.group_id))
+        except ImageError as e:
+            raise VLLMValidationError(str(e), parameter="messages") from None
+        return taken
 
     def placed(
-        self, exchange: Exchange, request: Any, conversation: list[Any], engine_input: Any, kwargs: dict[str, Any]
+        self,
+        exchange: Exchange,
+        request: Any,
+        conversation: list[Any],
+        engine_input: Any,
+        kwargs: dict[str, Any],
+        taken: Taken,
     ) -> Any:
         """The engine input with the tree's ids. Raises VLLMValidationError when they leave no room for a reply."""
         rendered = engine_input["prompt_token_ids"] if exchange.conversation is None else None
@@ -190,21 +194,32 @@ class CaptureRenderer(OnlineRenderer):
         generation = kwargs.pop("add_generation_prompt", True)
         kwargs = {k: v for k, v in kwargs.items() if v is not None and k not in ("tokenize", "return_dict")}
         tree = exchange.session.tree
-        if "mm_placeholders" in engine_input:
-            # Media would have to be stored with the segment and their placeholders shifted with the sampled ids.
-            exchange.placement, exchange.unusable = tree.place_ids(rendered, self.template.decode), "media"
-        elif not generation or kwargs.pop("continue_final_message", False):
+        images = taken.placed(engine_input)
+        if not generation or kwargs.pop("continue_final_message", False):
             # The reply goes on from a message that the client began: no message of its own to match later.
-            exchange.placement = tree.place_ids(rendered, self.template.decode)
+            exchange.placement = tree.place_ids(rendered, self.template.decode, images)
         else:
             known = {"text": exchange.text, "prefixes": exchange.conversation.digests} if exchange.conversation else {}
-            exchange.placement = tree.place(conversation, tools, self.template, rendered, kwargs, **known)
+            try:
+                exchange.placement = tree.place(conversation, tools, self.template, rendered, kwargs, **known)
+            except ImageError as e:
+                raise VLLMValidationError(str(e), parameter="messages") from None
+            self.check_images(exchange.placement, rendered, images)
         exchange.request, exchange.template_kwargs = request, kwargs
         ids = exchange.placement.prompt_ids
         if len(ids) >= self.model_config.max_model_len:
             exchange.too_long = len(ids)
             raise VLLMValidationError(f"prompt of {len(ids)} tokens", parameter="input_tokens", value=len(ids))
         return {**{k: v for k, v in engine_input.items() if k != "prompt"}, "prompt_token_ids": ids}
+
+    def check_images(self, placement: Placement, rendered: list[int] | None, images: list[PlacedImage]) -> None:
+        """Raises VLLMValidationError when a new segment with images is not what vLLM renders: a family that writes an image according to
+        what stands around it, or to its number."""
+        new = images and placement.parent is None
+        if new and (placement.added, placement.images) != (list(rendered), images):
+            raise VLLMValidationError(
+                "this model writes its images in a way that cannot be followed", parameter="messages"
+            )
 
     async def preprocess_completion(
         self, request: Any, prompt_input: Any, prompt_embeds: Any, *, skip_mm_cache: bool = False

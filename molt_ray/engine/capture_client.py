@@ -20,6 +20,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from molt_ray.capture.gate import EXCHANGE
 from molt_ray.capture.session import Exchange
+from molt_ray.capture.tree import Placement
 from molt_ray.engine.recording import Recording
 from molt_ray.engine.replies import ReplyParser
 from molt_ray.engine.text_renderer import TextRenderer
@@ -72,7 +73,9 @@ class CaptureEngineClient(EngineClient):
         )
         recording = Recording(exchange, sampling_params, self.replies)
         wanted = {name: value for name, value in options.items() if value is not None and name in FORWARDED}
-        outputs = self.stream(bare(prompt), sampling_params, request_id, exchange.session.group_id, wanted)
+        outputs = self.stream(
+            bare(prompt, exchange.placement), sampling_params, request_id, exchange.session.group_id, wanted
+        )
         try:
             async for output in outputs:
                 recording.add(output)
@@ -155,10 +158,8 @@ class CaptureEngineClient(EngineClient):
 FORWARDED = ("priority", "reasoning_ended", "reasoning_parser_kwargs")
 
 
-def bare(prompt: Any) -> dict[str, Any]:
-    """The engine prompt without what only this process needs."""
-    return {"type": "token", "prompt_token_ids": prompt["prompt_token_ids"]} if is_tokens(prompt) else dict(prompt)
-
-
-def is_tokens(prompt: Any) -> bool:
-    return prompt.get("type", "token") == "token"
+def bare(prompt: Any, placement: Placement) -> dict[str, Any]:
+    """The engine prompt without what only this process needs; images by their digests."""
+    ids = {"type": "token", "prompt_token_ids": prompt["prompt_token_ids"]}
+    images = placement.prompt_images
+    return ids | {"images": images} if images else ids

@@ -1,19 +1,21 @@
 """How rollouts reach the engines: `protocol.Engine` over the Serve handle.
 
 Guarantees: nothing of vLLM is imported; requests of one group that are made in the same turn of the event loop travel as one call; a
-group always reaches the same replica, while that lives, so that its prefixes are cached there; a request that is cancelled, or misses
-the deadline, is aborted in the engine.
+group always reaches the same replica, while that lives, so that its prefixes are cached there, and its images are sent there once; a
+request that is cancelled, or misses the deadline, is aborted in the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
 
 from molt_ray.engine.protocol import DEPLOYMENT, MESSAGE_TOKENS, EngineError, GenerateRequest, Generation
+from molt_ray.images import Image, ImageError, ImageTokens
 
 
 @dataclass(slots=True)
@@ -47,6 +49,15 @@ class EngineClient:
             return await asyncio.wait_for(pending.future, self.timeout_s)
         except TimeoutError:
             raise EngineError(f"request {request.request_id}: no answer within {self.timeout_s} s") from None
+
+    async def images(self, images: Sequence[Image], *, group_id: str) -> list[ImageTokens]:
+        """Raises ImageError for one that the model cannot take; EngineError when the engine died or missed the deadline."""
+        try:
+            return await asyncio.wait_for(given_images(self.handle, images, group_id), self.timeout_s)
+        except ImageError:
+            raise
+        except Exception as e:
+            raise EngineError(f"images of {group_id}: {type(e).__name__}: {e}") from None
 
     def flush(self, group_id: str) -> None:
         """Sends what the group has asked for in this turn of the loop, as one call unless the prompts are very long."""
@@ -91,6 +102,20 @@ class EngineClient:
 
     async def tell_abort(self, request_ids: list[str]) -> None:
         await self.handle.broadcast("abort", request_ids).results_async(return_exceptions=True)
+
+
+async def given_images(handle: Any, images: Sequence[Image], group_id: str) -> list[ImageTokens]:
+    """Asks the group's replica which of the images it holds and sends the others. `handle`: of the engine deployment, by value."""
+    digests = [image.digest for image in images]
+    known = await handle.options(stream=False, session_id=group_id).known_images.remote(digests)
+    lacking = {image.digest: image for image in images if known.get(image.digest) is None}
+    if lacking:
+        # Through the object store: pixels are larger than the 4 MiB that a message over gRPC may have.
+        bulk = handle.options(stream=False, session_id=group_id, _by_reference=True)
+        known |= await bulk.add_images.remote(list(lacking.values()))
+    if refusals := [why for why in known.values() if isinstance(why, str)]:
+        raise ImageError(refusals[0])
+    return [known[digest] for digest in digests]
 
 
 def settle(future: asyncio.Future[Generation], outcome: Generation | Exception) -> None:

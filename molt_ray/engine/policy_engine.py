@@ -22,7 +22,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from molt_ray.config import Config
 from molt_ray.engine.arguments import engine_arguments, kv_cache_bytes
 from molt_ray.engine.busy import BusyClock
+from molt_ray.engine.image_store import ImageStore
 from molt_ray.engine.protocol import MESSAGE_TOKENS, ContextTooLong, EngineError, GenerateRequest, Generation
+from molt_ray.images import Image, ImageTokens
 
 STREAM_INTERVAL_S = (
     0.05  # a token stream costs 0.2 ms an item on the way to its reader; 20 items a second are smooth enough
@@ -54,6 +56,7 @@ class PolicyEngine:
                 token_bytes, arguments.max_model_len, arguments.max_num_seqs
             )
         self.llm = AsyncLLM.from_engine_args(arguments)
+        self.image_store = ImageStore(self.llm.renderer)
         await self.llm.update_weight_version(str(self.version))
 
     def shutdown(self) -> None:
@@ -98,7 +101,7 @@ class PolicyEngine:
             raise EngineError(f"sampling {request.sampling}: {e}") from e
         output: RequestOutput | None = None
         try:
-            prompt = tokens_input(list(request.prompt_ids))
+            prompt = self.image_store.prompt(request.prompt_ids, request.images)
             with self.clock.request():
                 async with aclosing(self.llm.generate(prompt, params, request.request_id)) as outputs:
                     async for output in outputs:  # noqa: B007
@@ -137,12 +140,14 @@ class PolicyEngine:
     async def stream(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """vLLM's own generate for a caller that speaks its types; `options` are that method's.
+        """vLLM's own generate for a caller that speaks its types; `options` are that method's. `prompt` may hold `images`, placed.
 
         Deltas are gathered for STREAM_INTERVAL_S after the first. Closing the iterator or cancelling its task aborts the request.
         """
         loop = asyncio.get_running_loop()
         deltas = sampling_params.output_kind == RequestOutputKind.DELTA
+        if images := prompt.get("images"):
+            prompt = self.image_store.prompt(prompt["prompt_token_ids"], images)
         with self.clock.request():
             async with aclosing(self.llm.generate(prompt, sampling_params, request_id, **options)) as outputs:
                 async for output in outputs:
@@ -150,6 +155,14 @@ class PolicyEngine:
                     yield output
                     if deltas and not output.finished:
                         await asyncio.sleep(max(0.0, sent + STREAM_INTERVAL_S - loop.time()))
+
+    def known_images(self, digests: list[str]) -> dict[str, ImageTokens | None]:
+        """How each image is written; None for one that has to be added."""
+        return {digest: self.image_store.known(digest) for digest in digests}
+
+    async def add_images(self, images: list[Image]) -> dict[str, ImageTokens | str]:
+        """How each is written, or why the model cannot take it."""
+        return await self.image_store.add(images)
 
     async def abort(self, request_ids: list[str]) -> None:
         """Ends requests early: their callers get what there is, with finish reason `abort`. Unknown ids are none of its business."""

@@ -1,9 +1,13 @@
-"""What travels between the engine deployment and those who call it without vLLM: plain data, nothing heavy imported."""
+"""What travels between the engine deployment and those who call it without vLLM: plain data, nothing heavy imported. An image travels
+once to each engine that needs it; a model call names it by its digest."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from molt_ray.images import Image, ImageTokens, PlacedImage
 
 DEPLOYMENT = "PolicyEngine"  # in the Serve application `<run.name>-engine`
 MESSAGE_TOKENS = 150_000  # ids in one message: Serve's gRPC takes 4 MiB, an id with its log-prob 14 bytes
@@ -56,9 +60,14 @@ class GenerateRequest:
     text: bool = (
         True  # False: nothing is decoded, Generation.text stays empty; 256 short calls then take 0.09 s instead of 0.12
     )
+    images: list[PlacedImage] = field(default_factory=list)  # in `prompt_ids`, all of them given to `images` before
 
 
 class Engine(Protocol):
     """What a rollout needs of the engine: one call, cancellable (cancelling aborts the request in the engine)."""
 
     async def generate(self, request: GenerateRequest, *, group_id: str) -> Generation: ...
+
+    async def images(self, images: Sequence[Image], *, group_id: str) -> list[ImageTokens]:
+        """Gives the group's engine the images that it does not hold yet; how the family writes each of them."""
+        ...

@@ -46,7 +46,6 @@ class Recording:
                 temperature=temperature,
                 sampling=settings,
                 request_key=exchange.request_key,
-                unusable=exchange.unusable,
             )
             for _ in range(params.n)
         ]

@@ -6,6 +6,7 @@ Guarantees: a finished rollout has a finite reward; what an agent returns as rew
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -14,6 +15,7 @@ from molt_ray.agents.api import Sampling
 from molt_ray.capture.tree import Break
 from molt_ray.config import Config
 from molt_ray.experience import Segment
+from molt_ray.images import ImageError, held_part, with_images
 from molt_ray.rollout.messages import FailureReason, GroupTask, rollout_id
 
 Messages = list[dict[str, Any]]
@@ -40,10 +42,14 @@ class Attempt:
     def rollout_id(self) -> str:
         return rollout_id(self.task.group_id, self.index)
 
-    def messages(self) -> Messages:
-        """The prompt as chat messages, the caller's own copy."""
+    def messages(self, as_part: Callable[[Any], dict[str, Any]] = held_part) -> Messages:
+        """The prompt as chat messages with its images in them, the caller's own copy. Raises RolloutFailed when the two do not fit."""
         prompt = self.task.prompt
-        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            return with_images(messages, self.task.images, as_part)
+        except ImageError as e:
+            raise RolloutFailed("agent_error", f"the prompt's images: {e}") from None
 
     def sampling(self, config: Config) -> Sampling:
         """The run's settings and those of the task on top; max_tokens is always set, for SDKs that must send it."""

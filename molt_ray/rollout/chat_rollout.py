@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from molt_ray.agents.api import Context, Result, Sampling
 from molt_ray.agents.hosts import Host, opened
 from molt_ray.config import Config
+from molt_ray.images import image_parts, url_part
 from molt_ray.rollout.attempt import (
     Attempt,
     Outcome,
@@ -60,13 +61,13 @@ async def run_chat(
 
 
 def context_of(attempt: Attempt, session: Any, sampling: Sampling, config: Config, options: Any) -> Context:
-    messages = attempt.messages()
+    messages = attempt.messages(url_part)
     return Context(
         messages=messages,
         tools=attempt.task.tools,
         prompt=last_user_text(messages),
         label=attempt.task.label,
-        images=list(attempt.task.images),
+        images=[part["image_url"]["url"] for part in image_parts(messages)],
         base_url=session.base_url,
         session_url=session.session_url,
         api_key=session.api_key,

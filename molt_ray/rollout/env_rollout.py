@@ -13,10 +13,12 @@ from typing import Any
 
 from molt_ray.agents.api import RawText, Result, Sampling
 from molt_ray.agents.hosts import Host, opened
+from molt_ray.capture.fetch import ImageSource
 from molt_ray.capture.template import HfTemplate
 from molt_ray.capture.tree import Placement, SampledTurn, TokenTree
 from molt_ray.config import Config
 from molt_ray.engine.protocol import ContextTooLong, Engine, GenerateRequest, Generation
+from molt_ray.images import ImageError, held_part, is_image, with_images
 from molt_ray.rollout.attempt import (
     Attempt,
     Messages,
@@ -27,14 +29,13 @@ from molt_ray.rollout.attempt import (
     reward_of,
     scalars_of,
 )
+from molt_ray.rollout.seen_messages import SeenMessages
 
 
 async def run_env(
     attempt: Attempt, host: Host, *, config: Config, engine: Engine, template: HfTemplate, options: Any = None
 ) -> Outcome:
     """One rollout of the Env in `host`. Raises RolloutFailed, or AgentError with the user's traceback."""
-    if attempt.task.images:
-        raise RolloutFailed("agent_error", "an Env's model calls carry no images: use a ChatAgent for image prompts")
     async with opened(host):
         rollout = EnvRollout(attempt, host, config, engine, template, options)
         await rollout.reset()
@@ -58,6 +59,7 @@ class EnvRollout:
             keep_thinking=config.capture.keep_thinking, train_abandoned=config.capture.train_abandoned
         )
         self.messages: Messages = attempt.messages()
+        self.seen = SeenMessages(engine, ImageSource(config.capture.image_hosts), self.tree, attempt.task.group_id)
         self.raw: Placement | None = None  # the next prompt, once the context has left the template
         # In every state.
         self.kept: dict[str, Any] = {
@@ -95,6 +97,8 @@ class EnvRollout:
         given = [changes.pop(name, text) for name in ("observation_text", "observation")]
         first = next((value for value in given if isinstance(value, RawText) or value != text), text)
         if isinstance(first, RawText) or not templated:
+            if self.attempt.task.images:
+                raise RolloutFailed("agent_error", "a prompt outside the chat template cannot hold images")
             self.raw = self.tree.append_raw(None, self.template.encode(first))
         elif first != text:
             self.messages = with_last_user_text(self.messages, first)
@@ -102,7 +106,7 @@ class EnvRollout:
 
     async def turn(self) -> bool:
         """One model call and the Env's answer. False when the rollout is over."""
-        placement = self.place()
+        placement = await self.place()
         remaining = self.config.data.max_len - len(placement.prompt_ids)
         if remaining <= 0:
             if not self.turn_rewards:
@@ -119,15 +123,16 @@ class EnvRollout:
             return False
         if result.sampling_params is not None:
             self.sampling = Sampling(expect(dict, result.sampling_params, "Result.sampling_params"))
-        self.observe(result.observation, turn)
+        self.observe(result.observation, result.images or [], turn)
         return True
 
-    def place(self) -> Placement:
+    async def place(self) -> Placement:
         """Where the next turn goes in the tree, and its prompt."""
         if self.raw is not None:
             return self.raw
+        messages = await self.seen.shown(self.messages)
         try:
-            return self.tree.place(self.messages, self.attempt.task.tools, self.template)
+            return self.tree.place(messages, self.attempt.task.tools, self.template)
         except Exception:  # a template may refuse messages in any way it likes
             raise RolloutFailed("agent_error", f"messages cannot be rendered: {traceback.format_exc()}") from None
 
@@ -142,6 +147,7 @@ class EnvRollout:
             placement.prompt_ids,
             sampling,
             text=bool(sampling.get("stop")),
+            images=placement.prompt_images,
         )
         try:
             generation = await self.engine.generate(request, group_id=self.attempt.task.group_id)
@@ -193,22 +199,25 @@ class EnvRollout:
         """Takes the turn's reward, score and info. A turn without a reward counts 0; the last one must have one."""
         if result.reward is None and (result.terminated or result.truncated):
             raise RolloutFailed("bad_reward", "the Env ended the rollout with reward None")
-        if result.images:
-            raise RolloutFailed("agent_error", "Result.images: an Env's model calls carry no images")
         self.turn_rewards.append(0.0 if result.reward is None else reward_of(result.reward))
         self.score = None if result.score is None else reward_of(result.score)
         self.info |= scalars_of(result.info)
 
-    def observe(self, observation: Any, turn: SampledTurn) -> None:
+    def observe(self, observation: Any, images: list[Any], turn: SampledTurn) -> None:
         """Appends what the Env answered: messages through the template, RawText as it is."""
         if isinstance(observation, RawText):
+            if images:
+                raise RolloutFailed("agent_error", "Result.images: RawText cannot hold images; answer with messages")
             self.raw = self.tree.append_raw(turn, self.template.encode(observation))
-        elif self.raw is not None:
+            return
+        if self.raw is not None:
             raise RolloutFailed("agent_error", "a context that holds RawText has left the template: go on with RawText")
-        elif isinstance(observation, str):
-            self.messages.append({"role": "user", "content": observation})
-        else:
-            self.messages.extend(expect(list, observation, "Result.observation"))
+        if isinstance(observation, str):
+            observation = [{"role": "user", "content": observation}]
+        try:
+            self.messages.extend(with_images(expect(list, observation, "Result.observation"), images, held_part))
+        except ImageError as e:
+            raise RolloutFailed("agent_error", f"Result.images: {e}") from None
 
     def outcome(self) -> Outcome:
         reward = sum(self.turn_rewards)
@@ -227,5 +236,10 @@ def with_last_user_text(messages: Messages, text: str) -> Messages:
     """`messages` with another text in the last user message. Raises RolloutFailed when there is no such message."""
     for index in range(len(messages) - 1, -1, -1):
         if messages[index].get("role") == "user":
-            return [*messages[:index], {**messages[index], "content": text}, *messages[index + 1 :]]
+            content = messages[index].get("content")
+            if isinstance(content, list):  # images stay where they are, ahead of the text
+                content = [*filter(is_image, content), {"type": "text", "text": text}]
+            else:
+                content = text
+            return [*messages[:index], {**messages[index], "content": content}, *messages[index + 1 :]]
     raise RolloutFailed("agent_error", "reset changed the observation, but the prompt has no user message")

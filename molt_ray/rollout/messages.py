@@ -9,6 +9,7 @@ that could not be completed ends with a finished update that has `failed` set an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from molt_ray.experience import Row
@@ -25,7 +26,7 @@ class GroupTask:
     prompt: str | list[dict[str, Any]]  # a string is one user message
     label: Any = None
     tools: list[dict[str, Any]] | None = None
-    images: list[Any] = field(default_factory=list)
+    images: list[Any] = field(default_factory=list)  # data URIs, encoded bytes or http(s) URLs
     n: int = 1
     seed: int | None = None  # each rollout derives its sampling seed from it; None: the engine's own randomness
     attempt: int = 0  # how often this prompt was dispatched before
@@ -34,7 +35,8 @@ class GroupTask:
     @classmethod
     def of(cls, row: dict[str, Any], **others: Any) -> GroupTask:
         """The task of a row of `read_prompts`."""
-        return cls(prompt=row["prompt"], label=row["label"], tools=row["tools"], **others)
+        images = [image.read_bytes() if isinstance(image, Path) else image for image in row.get("images") or ()]
+        return cls(prompt=row["prompt"], label=row["label"], tools=row["tools"], images=images, **others)
 
 
 @dataclass(slots=True)

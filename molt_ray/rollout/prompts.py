@@ -113,7 +113,7 @@ def as_json(value: Any) -> Any:
 
 
 def read_prompts(data: DataConfig) -> list[dict[str, Any]]:
-    """Rows with `prompt` (str or messages), `label`, `tools`, from the file or the task families that `data` names.
+    """Rows with `prompt` (str or messages), `label`, `tools`, `images`, from the file or the task families that `data` names.
 
     A file needs a running Ray. Raises ConfigError naming option, file, line or column.
     """
@@ -199,7 +199,13 @@ def read_table(path: Path) -> list[dict[str, Any]]:
 
 
 def prompt_of(row: dict[str, Any], data: DataConfig, where: str) -> dict[str, Any]:
-    for option, column in (("input_key", data.input_key), ("label_key", data.label_key), ("tools_key", data.tools_key)):
+    columns = {
+        "input_key": data.input_key,
+        "label_key": data.label_key,
+        "tools_key": data.tools_key,
+        "image_key": data.image_key,
+    }
+    for option, column in columns.items():
         if column is not None and column not in row:
             raise ConfigError(f"--data.{option} {column!r}: no such column in {where}; it has {sorted(row)}")
     prompt = row[data.input_key]
@@ -216,4 +222,19 @@ def prompt_of(row: dict[str, Any], data: DataConfig, where: str) -> dict[str, An
         "prompt": prompt,
         "label": row[data.label_key] if data.label_key else None,
         "tools": row[data.tools_key] if data.tools_key else None,
+        "images": images_of(row[data.image_key], data, where) if data.image_key else [],
     }
+
+
+def images_of(given: Any, data: DataConfig, where: str) -> list[Any]:
+    """A row's images; those in files as their paths, to be read when the prompt is dealt."""
+    folder = Path(data.prompt_dataset)
+    folder = folder if folder.is_dir() else folder.parent
+    images = []
+    for image in given if isinstance(given, list | tuple | np.ndarray) else [] if given is None else [given]:
+        if isinstance(image, str) and not image.startswith(("data:", "http://", "https://")):
+            image = folder / image
+            if not image.is_file():
+                raise ConfigError(f"--data.image_key {data.image_key!r}: {where} names {str(image)!r}: no such file")
+        images.append(image)
+    return images

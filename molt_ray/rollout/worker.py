@@ -21,7 +21,7 @@ from molt_ray.agents.runners import StepEnvRunner
 from molt_ray.capture.template import HfTemplate
 from molt_ray.config import Config
 from molt_ray.engine.protocol import Engine
-from molt_ray.experience import Experience, Pack, PackRef, Row, experiences_of
+from molt_ray.experience import MEDIA, Experience, Pack, PackRef, Row, experiences_of
 from molt_ray.rollout.attempt import Attempt, Outcome, RolloutFailed
 from molt_ray.rollout.chat_rollout import run_chat
 from molt_ray.rollout.env_rollout import run_env
@@ -73,7 +73,7 @@ class RolloutWorker:
                     yield GroupUpdate(task.group_id)
                 for finished in done:
                     group.take(rollouts[finished], finished.result())
-                if waiting and not group.failed and group.pending_bytes >= FLUSH_BYTES:
+                if waiting and not group.failed and group.pending_bytes >= FLUSH_BYTES and not group.has_images:
                     for item in group.flush(finished=False):
                         yield item
         finally:
@@ -133,6 +133,11 @@ class GroupRun:
     def take(self, index: int, finished: list[Experience]) -> None:
         self.pending[index] = finished
         self.pending_bytes += sum(c.nbytes for e in finished for columns in e.heavy.values() for c in columns.values())
+
+    @property
+    def has_images(self) -> bool:
+        """Then the group is sent as a whole, so that an image lies in one pack, and once."""
+        return any(MEDIA in experience.heavy for finished in self.pending.values() for experience in finished)
 
     def count_breaks(self, outcome: Outcome) -> None:
         for reason, found in outcome.breaks.items():

@@ -99,7 +99,9 @@ class Kitchen:
         renderer = self.client.replies.renderer
         placed = renderer.placed
 
-        def noted(exchange: Any, request: Any, conversation: list[Any], engine_input: Any, kwargs: dict) -> Any:
+        def noted(
+            exchange: Any, request: Any, conversation: list[Any], engine_input: Any, kwargs: dict, taken: Any
+        ) -> Any:
             rest = {k: v for k, v in kwargs.items() if v is not None and k not in ("tokenize", "return_dict")}
             tools, generation = rest.pop("tools", None), rest.pop("add_generation_prompt", True)
             messages = json.loads(json.dumps(conversation))
@@ -107,7 +109,7 @@ class Kitchen:
             # The exact ids are what vLLM itself makes of the request.
             assert self.template.encode(text) == list(engine_input["prompt_token_ids"])
             tree = exchange.session.tree
-            out = placed(exchange, request, conversation, engine_input, kwargs)
+            out = placed(exchange, request, conversation, engine_input, kwargs, taken)
             self.asked.setdefault(exchange.session.id, []).append(
                 Asked(
                     messages,
@@ -138,7 +140,7 @@ class Kitchen:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         stops = frozenset(tokenizer.convert_tokens_to_ids(list(family.stops)))
         stream = FamilyStream(tokenizer, family=family, stop_ids=stops)
-        return cls(family, await build_gate(config, sessions, stream), sessions, stream)
+        return cls(family, await build_gate(config, sessions, stream, stream.images), sessions, stream)
 
     def parsed(self, exchange: Any, prompt: str, text: str) -> list[dict[str, Any]]:
         """The messages that vLLM's parsers make of a text after `prompt`. Letters that spell a special token are such a token, or not."""

@@ -25,6 +25,9 @@ class ScriptedStream:
     hold: asyncio.Event | None = None
     prompts: list[list[int]] = field(default_factory=list)
     params: list[Any] = field(default_factory=list)
+    placed: list[list[Any]] = field(default_factory=list)  # images of each prompt
+    sent: list[Any] = field(default_factory=list)  # images that the engine was given
+    store: Any = None
     closed: list[str] = field(default_factory=list)
     version: int = 4
 
@@ -34,6 +37,7 @@ class ScriptedStream:
 
         self.prompts.append(list(prompt["prompt_token_ids"]))
         self.params.append(params)
+        self.placed.append(prompt.get("images", []))
         samples = [self.sampled(self.replies.pop(0), params) for _ in range(params.n)]
         pieces = [self.part(index, *sample, 0, len(sample[0]), params) for index, sample in enumerate(samples)]
         steps = [pieces]  # vLLM: all samples in one output at the end, or each delta by itself
@@ -50,6 +54,12 @@ class ScriptedStream:
                     await self.hold.wait()
         finally:
             self.closed.append(request_id)
+
+    async def images(self, images, group_id) -> list[Any]:
+        """As the engine's own store has it."""
+        self.sent += images
+        answers = await self.store.add(images)
+        return [answers[image.digest] for image in images]
 
     def sampled(self, reply: Any, params: Any) -> tuple[list[int], str]:
         """(ids, finish reason) of one reply."""
@@ -125,13 +135,15 @@ async def serving(model: Path, **capture: Any) -> AsyncIterator[Endpoint]:
     from molt_ray.capture.session import SessionIds, Sessions
     from molt_ray.config import Config
     from molt_ray.engine.api_app import build_gate
+    from molt_ray.engine.image_store import ImageStore
 
     config = Config(actor={"model_name_or_path": str(model)}, data={"max_len": 512}, capture=capture)
     sock = bind("127.0.0.1")
     address = f"127.0.0.1:{sock.getsockname()[1]}"
     sessions = Sessions(SessionIds(b"test secret"), address, lease_s=60)
     stream = ScriptedStream(AutoTokenizer.from_pretrained(model))
-    gate = await build_gate(config, sessions, stream)
+    gate = await build_gate(config, sessions, stream, stream.images)
+    stream.store = ImageStore(gate.app.state.online_renderer.renderer)
     server, task = await start(gate, sock)
     yield Endpoint(sessions, stream, stream.tokenizer, address, gate)
     server.should_exit = server.force_exit = True
@@ -152,6 +164,18 @@ async def reasoner(models) -> AsyncIterator[Endpoint]:
         yield endpoint
 
 
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vlm(models) -> AsyncIterator[Endpoint]:
+    """The model that sees images."""
+    async with serving(models["vlm"]) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def seeing(vlm: Endpoint) -> Endpoint:
+    return fresh(vlm)
+
+
 @pytest.fixture
 def endpoint(plain: Endpoint) -> Endpoint:
     return fresh(plain)
@@ -164,6 +188,6 @@ def thinking(reasoner: Endpoint) -> Endpoint:
 
 def fresh(endpoint: Endpoint) -> Endpoint:
     """The endpoint with an empty script."""
-    for name, value in vars(ScriptedStream(endpoint.tokenizer)).items():
+    for name, value in vars(ScriptedStream(endpoint.tokenizer, store=endpoint.stream.store)).items():
         setattr(endpoint.stream, name, value)
     return endpoint

@@ -20,8 +20,8 @@ from molt_ray.engine.weight_transfer import GlooTrainerInitInfo
 class Reference(WeightSource):
     """The model, and its weights in checkpoint names. `edit` changes the list of (name, tensor) that is sent."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    def __init__(self, folder: Path, auto: Any = AutoModelForCausalLM) -> None:
+        self.model = auto.from_pretrained(folder, dtype=torch.float32).eval()
         self.edit: Callable[[list[tuple[str, torch.Tensor]]], list[tuple[str, torch.Tensor]]] = lambda weights: weights
 
     def weights(self) -> list[tuple[str, torch.Tensor]]:

@@ -44,7 +44,7 @@ def test_messages_and_tools_pass_unchanged(tmp_path: Path):
     row = {"input": [{"role": "user", "content": "hi"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
     (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
     (read,) = read_prompts(DataConfig(prompt_dataset=str(tmp_path / "p.jsonl"), tools_key="tools"))
-    assert read == {"prompt": row["input"], "label": None, "tools": row["tools"]}
+    assert read == {"prompt": row["input"], "label": None, "tools": row["tools"], "images": []}
 
 
 def test_an_unreadable_row_is_named_or_skipped(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -117,7 +117,7 @@ async def test_the_context_tells_an_agent_all_it_needs(make, endpoint):
     source = chat(
         ASK
         + """
-assert ctx.images == ["picture"] and ctx.label == {"gold": 4} and ctx.prompt == "which one"
+assert ctx.images == [] and ctx.label == {"gold": 4} and ctx.prompt == "which one"
 assert ctx.messages[0]["role"] == "system" and ctx.tools == [{"type": "function"}]
 assert ctx.base_url == ctx.session_url + "/v1" and ctx.session_id in ctx.session_url
 assert ctx.sampling_params.max_tokens == 40 and ctx.sampling_params["temperature"] == 0.9
@@ -136,7 +136,6 @@ return Result(reward=1.0, info={"said": len(reply.choices[0].message.content)})
         prompt=prompt,
         n=2,
         label={"gold": 4},
-        images=["picture"],
         tools=[{"type": "function"}],
         sampling={"temperature": 0.9},
         seed=1,
