@@ -18,6 +18,7 @@ import torch
 from molt_ray.experience import ADDED_COLUMNS, Experience
 from molt_ray.handoff import Share, StepPlan
 from molt_ray.trainer.shared_prefix import Bundle, common_prefixes
+from molt_ray.trainer.vision import Eyes, View, covered, pictures
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class MicroBatch:
     tokens: int  # of the segments: padding and dummies not counted, a shared prefix once for each
     bundles: list[Bundle] = field(default_factory=list)  # what fills the row when shared
     added: dict[str, torch.Tensor] = field(default_factory=dict)  # what other ranks told: float32 [N] each, by column
+    view: View | None = None  # the images, of a model that sees them
 
 
 Placement = tuple[
@@ -98,9 +100,9 @@ LAYOUTS: dict[str, Callable[[list[np.ndarray], list[int], list[str]], Placement]
 }
 
 
-def collate(samples: list[Sample], layout: str) -> MicroBatch:
+def collate(samples: list[Sample], layout: str, eyes: Eyes | None = None) -> MicroBatch:
     """One microbatch of `samples`; with none, a dummy of two padding tokens that scores nothing, so that a short rank can
-    follow the others' collectives.
+    follow the others' collectives; for a model with `eyes` a dummy image where no segment has one.
 
     Raises ValueError when a segment begins with an action token: nothing would predict it.
     """
@@ -111,7 +113,13 @@ def collate(samples: list[Sample], layout: str) -> MicroBatch:
     for row, at in zip(rows, actions, strict=True):
         if len(at) and at[0] == 0:
             raise ValueError(f"segment {row.segment} of rollout {row.rollout_id} begins with an action token")
-    prompts, groups = [row.prompt_tokens for row in rows] or [0], [row.group_id for row in rows] or [""]
+    images = [image for sample in samples for image in pictures(sample.experience)]
+    if eyes is None and images:
+        raise ValueError(f"{len(images)} images for a model that takes none")
+    if eyes is not None and not images:
+        ids, images = [*ids, eyes.dummy_ids], [eyes.dummy]
+    nobody = [""] * (len(ids) - len(rows))  # dummies
+    prompts, groups = [row.prompt_tokens for row in rows] + [0] * len(nobody), [row.group_id for row in rows] + nobody
     shape, places, bundles = LAYOUTS[layout](ids, prompts, groups)
     picked = {
         name: [c[name][at] for c, at in zip(columns, actions, strict=True)]
@@ -140,6 +148,7 @@ def collate(samples: list[Sample], layout: str) -> MicroBatch:
         tokens=sum(len(c["token_ids"]) for c in columns),
         bundles=bundles,
         added=added_columns(samples),
+        view=None if eyes is None else view_of(eyes, samples, images, shape, places, ids),
     )
 
 
@@ -151,6 +160,21 @@ def added_columns(samples: list[Sample]) -> dict[str, torch.Tensor]:
         for name, family in names.items()
         if samples and family in samples[0].experience.heavy
     }
+
+
+def view_of(
+    eyes: Eyes,
+    samples: list[Sample],
+    images: list[np.ndarray],
+    shape: tuple[int, int],
+    places: list[np.ndarray],
+    ids: list[np.ndarray],
+) -> View:
+    """The images and their places; the last segment of all is the dummy's where the samples have no image."""
+    covers = [covered(sample.experience) for sample in samples]
+    covers += [np.ones(len(x), np.bool_) for x in ids[len(samples) :]]
+    takes = [cover & (x == eyes.image_id) for cover, x in zip(covers, ids, strict=True)]
+    return View(eyes.features(images), scatter(shape, places, takes).bool())
 
 
 def per_token(sample: Sample, at: np.ndarray) -> np.ndarray:
@@ -177,7 +201,7 @@ def flat(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([np.empty(0, dtype), *parts]).astype(dtype))
 
 
-def lay_out(plan: StepPlan, samples: list[Sample], layout: str) -> list[list[MicroBatch]]:
+def lay_out(plan: StepPlan, samples: list[Sample], layout: str, eyes: Eyes | None = None) -> list[list[MicroBatch]]:
     """This rank's microbatches by window, filled up with dummies to the plan's count. Raises ValueError when a sample lies
     outside of the plan."""
     cells: list[list[list[Sample]]] = [[[] for _ in range(window.micro_batches)] for window in plan.windows]
@@ -187,4 +211,4 @@ def lay_out(plan: StepPlan, samples: list[Sample], layout: str) -> list[list[Mic
                 f"sample of window {sample.window}, microbatch {sample.micro} is not in the plan of {list(map(len, cells))}"
             )
         cells[sample.window][sample.micro].append(sample)
-    return [[collate(cell, layout) for cell in window] for window in cells]
+    return [[collate(cell, layout, eyes) for cell in window] for window in cells]

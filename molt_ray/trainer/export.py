@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationConfig
 
+from molt_ray.trainer.vision import sees
 from molt_ray.trainer.weights import CheckpointWeights
 
 SHARD_BYTES = 5 * 2**30
@@ -65,6 +66,8 @@ def write_companions(source: str, dtype: torch.dtype, folder: Path) -> None:
         part.dtype = dtype
     config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    if sees(config):
+        AutoProcessor.from_pretrained(source).save_pretrained(folder)
     try:
         GenerationConfig.from_pretrained(source).save_pretrained(folder)
     except OSError:  # the source has none

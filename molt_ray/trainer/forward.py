@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
 from transformers.utils import is_flash_attn_2_available
@@ -24,6 +24,7 @@ from molt_ray.config import Config, ConfigError
 from molt_ray.trainer.collate import MicroBatch
 from molt_ray.trainer.mesh import Mesh, local, reshard
 from molt_ray.trainer.shared_prefix import ATTENTION, Bundle
+from molt_ray.trainer.vision import auto_class, axes, embedding, image_id_of, positions, sees
 
 CHUNK_BYTES = 64 * 2**20
 # Mean difference of log-probs allowed between our head and the model's own: rounding of the compute dtype, no more.
@@ -143,15 +144,28 @@ def score(model: PreTrainedModel, batch: MicroBatch, mesh: Mesh) -> tuple[torch.
         group = mesh.tp_group if sharded else None
         return ChunkedScore.apply(hidden[predict], head, target, temperature, first, group)
 
-    mask = batch.attention_mask
+    mask = None if batch.attention_mask is None else batch.attention_mask.to(device)
+    ids, position_ids = batch.input_ids.to(device), batch.position_ids.to(device)
+    if batch.view is not None:
+        return score_view(model, batch, (ids, position_ids, mask, readout), device)
     shared = model.config.get_text_config()._attn_implementation == ATTENTION
-    return model(
-        batch.input_ids.to(device),
-        batch.position_ids.to(device),
-        None if mask is None else mask.to(device),
-        readout,
-        **({"bundles": [bundle.to(device) for bundle in batch.bundles]} if shared else {}),
-    )
+    bundles = {"bundles": [bundle.to(device) for bundle in batch.bundles]} if shared else {}
+    return model(ids, position_ids, mask, readout, **bundles)
+
+
+def score_view(
+    model: PreTrainedModel, batch: MicroBatch, given: tuple[Any, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for a microbatch with images. `given`: what the forward takes first."""
+    ids, position_ids, mask, readout = given
+    view, image_id = batch.view, image_id_of(model.config)
+    places = view.places.to(device)
+    shown = torch.where((ids == image_id) & ~places, 0, ids)  # an image id of a text would take a feature away
+    if axes(model.config):
+        position_ids = positions(model, batch.input_ids, batch.position_ids, batch.attention_mask, view).to(device)
+    features = {name: tensor.to(device) for name, tensor in view.features.items()}
+    with embedding(model, torch.where(places, 0, ids)):
+        return model(shown, position_ids, mask, readout, **features)
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -172,6 +186,8 @@ def checked_config(config: Config) -> PretrainedConfig:
     """The model's configuration without dropout. Raises ConfigError when the layout asked for does not suit the model."""
     model_config = AutoConfig.from_pretrained(config.actor.model_name_or_path)
     text = model_config.get_text_config()
+    if sees(model_config):
+        check_seeing(config)
     options = text.to_dict()
     for name in ("vocab_size", "num_attention_heads", "num_key_value_heads"):
         if (size := options.get(name, 0)) % config.fsdp.tp_size:
@@ -185,11 +201,23 @@ def checked_config(config: Config) -> PretrainedConfig:
         )
     if config.fsdp.layout == "shared":
         check_full_attention(options, config.data.max_len)
-    for part in {id(part): part for part in (model_config, text)}.values():
+    parts = [model_config, text, *(getattr(model_config, name) for name in model_config.sub_configs)]
+    for part in {id(part): part for part in parts}.values():
         for name, value in part.to_dict().items():
             if "drop" in name and isinstance(value, float):
                 setattr(part, name, 0.0)
     return model_config
+
+
+def check_seeing(config: Config) -> None:
+    """Raises ConfigError for options that a model with images does not have."""
+    if config.fsdp.layout == "shared":
+        raise ConfigError(
+            "--fsdp.share_prefix True: the policy takes images, and what segments have in common is told by token ids; leave it off, "
+            "segments are then padded or packed"
+        )
+    if config.fsdp.tp_size > 1:
+        raise ConfigError(f"--fsdp.tp_size {config.fsdp.tp_size}: the policy takes images; train it with 1")
 
 
 def check_full_attention(options: dict[str, Any], max_len: int) -> None:
@@ -214,9 +242,10 @@ def load_policy(config: Config, mesh: Mesh) -> PreTrainedModel:
     layout = DistributedConfig(
         fsdp_size=mesh.dp_size, tp_size=mesh.tp_size, fsdp_mixed_precision=dtype == torch.bfloat16
     )
-    model = AutoModelForCausalLM.from_pretrained(
+    model_config = checked_config(config)
+    model = auto_class(model_config).from_pretrained(
         config.actor.model_name_or_path,
-        config=checked_config(config),
+        config=model_config,
         dtype=torch.float32,
         distributed_config=layout,
         attn_implementation=attention(config, mesh.device),

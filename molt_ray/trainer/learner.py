@@ -12,21 +12,23 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from molt_ray.algorithm.chain import Chain
 from molt_ray.algorithm.kl import k1
 from molt_ray.algorithm.token_advantage import TokenBatch, gae_advantages, token_advantages, token_estimator
 from molt_ray.config import Config
-from molt_ray.handoff import StepPlan
+from molt_ray.experience import Experience, Row
+from molt_ray.handoff import Share, StepPlan
 from molt_ray.trainer.collate import MicroBatch, Sample, collate, lay_out
 from molt_ray.trainer.forward import compute_dtype, load_policy, score
 from molt_ray.trainer.mesh import Mesh, defer_partial_gradients, reshard
 from molt_ray.trainer.objective import Objective, Terms, Work
 from molt_ray.trainer.optimizer import PolicyOptimizer
 from molt_ray.trainer.routers import RouterBalance
-from molt_ray.trainer.shared_prefix import Bundle
 from molt_ray.trainer.tally import Tally, means
+from molt_ray.trainer.vision import Eyes, eyes_of
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class Learner:
         self.config, self.mesh = config, mesh
         self.model = load_policy(config, mesh)
         self.dtype = compute_dtype(config, mesh.device)
+        self.eyes = eyes_of(config, self.model)
         self.objective = Objective(config)
         self.balance = RouterBalance(self.model, weight) if (weight := config.actor.aux_loss_coef) else None
         self.token_advantages = token_estimator(config.algo.advantage)  # loaded once: a path is imported each time
@@ -63,7 +66,7 @@ class Learner:
         started = time.perf_counter()
         tally = Tally(self.mesh.device, self.config.train.max_staleness)
         tally.top("time_reload", reload_s)
-        batches = lay_out(plan, samples, self.config.fsdp.layout)
+        batches = lay_out(plan, samples, self.config.fsdp.layout, self.eyes)
         check_versions(batches, plan.version, self.config.train.max_staleness)
         old = self.old_logprobs(plan, batches, tally)
         work = self.prepare(plan, batches, old)
@@ -227,7 +230,7 @@ class Learner:
         """Log-prob of each token but the first of each sequence, computed by all ranks alike."""
         out = []
         for ids in sequences:
-            logp, _ = score(self.model, plain(ids, temperature), self.mesh)
+            logp, _ = score(self.model, plain(ids, temperature, self.config.fsdp.layout, self.eyes), self.mesh)
             out.append(logp.tolist())
         reshard(self.model)
         return out
@@ -239,12 +242,13 @@ class Reference:
     def __init__(self, config: Config, mesh: Mesh):
         self.config, self.mesh = config, mesh
         self.model = load_policy(config, mesh)
+        self.eyes = eyes_of(config, self.model)
         self.model.requires_grad_(False)
 
     @torch.no_grad()
     def logprobs(self, plan: StepPlan, samples: list[Sample]) -> list[torch.Tensor]:
         """float32 [action tokens] of each sample, at the temperature of each token's turn."""
-        batches = [batch for parts in lay_out(plan, samples, self.config.fsdp.layout) for batch in parts]
+        batches = [batch for parts in lay_out(plan, samples, self.config.fsdp.layout, self.eyes) for batch in parts]
         found = [score(self.model, batch, self.mesh)[0].cpu() for batch in batches]
         reshard(self.model)
         return [part for batch, logp in zip(batches, found, strict=True) for part in logp.split(batch.counts.tolist())]
@@ -256,16 +260,20 @@ def added(batches: list[MicroBatch], column: str) -> torch.Tensor:
     return torch.cat([nothing, *(batch.added[column].double() for batch in batches if len(batch.target))])
 
 
-def plain(ids: list[int], temperature: float) -> MicroBatch:
+def plain(ids: list[int], temperature: float, layout: str, eyes: Eyes | None) -> MicroBatch:
     """A token sequence as a microbatch that scores every token but the first."""
-    batch = collate([], "padded")
-    n = len(ids) - 1
-    batch.bundles = [Bundle.of(0, n + 1, [0])]
-    batch.input_ids, batch.position_ids = torch.tensor([ids]), torch.arange(n + 1)[None]
-    batch.attention_mask = torch.ones_like(batch.input_ids)
-    batch.predict, batch.target = torch.arange(n), torch.tensor(ids[1:])
-    batch.temperature = torch.full((n,), temperature)
-    return batch
+    n = len(ids)
+    columns = {
+        "token_ids": np.array(ids),
+        "action_mask": np.arange(n) > 0,
+        "logprobs": np.zeros(n),
+        "versions": np.zeros(n),
+        "turn_index": np.zeros(n, np.int64),
+        "temperatures": np.full(n, temperature),
+    }
+    row = Row("", "", 0, 0, 1, 0.0, 0.0, [], 1, n - 1, 0, 0)
+    sample = Sample(Experience(row, {"tokens": columns}), np.zeros(()), 0, 0, Share(0.0, 0, n - 1))
+    return collate([sample], layout, eyes)
 
 
 def check_versions(batches: list[list[MicroBatch]], version: int, max_staleness: int) -> None:

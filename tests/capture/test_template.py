@@ -38,7 +38,7 @@ def test_a_template_that_reads_parts_gets_parts():
     assert "a\nb" in template("chatml").render([two], None, False)
 
 
-def test_media_is_refused():
+def test_an_image_is_refused_by_a_template_that_takes_text_only():
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-    with pytest.raises(ValueError, match="only text parts"):
+    with pytest.raises(ValueError, match="takes text only"):
         template("chatml").render([image], None, True)
