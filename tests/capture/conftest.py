@@ -16,7 +16,9 @@ import pytest_asyncio
 @dataclass
 class ScriptedStream:
     """Stands where the engine deployment stands. Each call takes the next of `replies`: a text, or ids; a text ends with the stop id
-    unless `stops` is off. `chunk` tokens a delta; with `hold` set, a call waits after its first delta until it is set."""
+    unless `stops` is off, and is cut at stop strings and stop ids as vLLM cuts it. `chunk` tokens a delta; with `hold` set, a call waits
+    after its first delta until it is set; `cached` tokens of a prompt are said to have been in the engine's cache; with `fails` set, a
+    call raises it after its first delta."""
 
     tokenizer: Any
     replies: list[Any] = field(default_factory=list)
@@ -30,6 +32,8 @@ class ScriptedStream:
     store: Any = None
     closed: list[str] = field(default_factory=list)
     version: int = 4
+    cached: int | None = None
+    fails: Exception | None = None
 
     async def __call__(self, prompt, params, request_id, group_id, options) -> AsyncIterator[Any]:
         from vllm.outputs import RequestOutput
@@ -49,7 +53,17 @@ class ScriptedStream:
             ]
         try:
             for number, step in enumerate(steps, 1):
-                yield RequestOutput(request_id, None, self.prompts[-1], None, step, finished=number == len(steps))
+                yield RequestOutput(
+                    request_id,
+                    None,
+                    list(prompt["prompt_token_ids"]),
+                    prompt_logprobs(prompt["prompt_token_ids"], params.prompt_logprobs),
+                    step,
+                    finished=number == len(steps),
+                    num_cached_tokens=self.cached,
+                )
+                if self.fails is not None:
+                    raise self.fails
                 if self.hold is not None and number < len(steps):
                     await self.hold.wait()
         finally:
@@ -66,22 +80,43 @@ class ScriptedStream:
         ids = list(reply) if isinstance(reply, list) else self.tokenizer.encode(reply, add_special_tokens=False)
         if not isinstance(reply, list) and self.stops:
             ids.append(self.tokenizer.eos_token_id)
+        for end in range(1, len(ids)):
+            if self.stopped_by(ids[:end], params) is not None:
+                ids = ids[:end]
+                break
         if len(ids) > params.max_tokens:
             return ids[: params.max_tokens], "length"
-        return ids, "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
+        ended = ids[-1] == self.tokenizer.eos_token_id or self.stopped_by(ids, params) is not None
+        return ids, "stop" if ended else "length"
+
+    def stopped_by(self, ids: list[int], params: Any) -> str | int | None:
+        """The client's stop string or stop id with which the ids end."""
+        text = self.tokenizer.decode(ids)
+        strings = [stop for stop in params.stop if stop in text]
+        return next(iter(strings), ids[-1] if ids[-1] in (params.stop_token_ids or []) else None)
+
+    def text(self, ids: list[int], params: Any) -> str:
+        """What vLLM's detokenizer makes of a whole reply's first ids."""
+        shown = ids[:-1] if ids and ids[-1] in (self.tokenizer.eos_token_id, *(params.stop_token_ids or [])) else ids
+        text = self.tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+        for stop in params.stop:
+            text = text.split(stop)[0] + stop * (params.include_stop_str_in_output and stop in text)
+        return text
 
     def part(self, index: int, ids: list[int], reason: str, start: int, end: int, params: Any) -> Any:
         from vllm.outputs import CompletionOutput, WeightVersionSpan
 
         part, final = ids[start:end], end >= len(ids)
-        shown = part[:-1] if part[-1] == self.tokenizer.eos_token_id else part
+        held = len(self.text(ids[:start], params))
+        whole = self.text(ids[:end], params)
         return CompletionOutput(
             index,
-            self.tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens),
+            whole[held:],
             part,
             None,
             [logprob_of(i, params.logprobs) for i in part],
             finish_reason=reason if final else None,
+            stop_reason=self.stopped_by(ids, params) if final else None,
             weight_versions=[WeightVersionSpan(str(self.version), 0, len(ids))] if final else None,
         )
 
@@ -91,9 +126,15 @@ def logprob_of(token: int, wanted: int) -> dict[int, Any]:
 
     # The sampled token first, as vLLM has it, then as many others as were asked for.
     return {
-        token + k: Logprob(logprob=-0.01 * (token + 1) - k, rank=k + 1, decoded_token="x")
+        token + k: Logprob(logprob=-0.01 * (token + 1) - k, rank=k + 1, decoded_token=f"t{token + k}")
         for k in range(max(wanted, 1))
     }
+
+
+def prompt_logprobs(ids: list[int], wanted: int | None) -> list[Any] | None:
+    if wanted is None:
+        return None
+    return [None, *(logprob_of(i, wanted) for i in ids[1:])]
 
 
 @dataclass
