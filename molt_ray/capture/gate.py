@@ -29,7 +29,22 @@ Receive = Callable[[], Awaitable[ASGIMessage]]
 Send = Callable[[ASGIMessage], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-EXCHANGE: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
+
+class CurrentExchange:
+    """The exchange of the request that runs, for whatever serves it. It is forgotten when the request is over: contexts outlive it (a
+    server's keep-alive timer holds one for five minutes, and with it the session's tree, if it could)."""
+
+    def __init__(self) -> None:
+        self.here: ContextVar[list[Exchange] | None] = ContextVar("exchange", default=None)
+
+    def get(self) -> Exchange | None:
+        return next(iter(self.here.get() or ()), None)
+
+    def set(self, exchange: Exchange) -> None:
+        self.here.set(exchange.seen_as)
+
+
+EXCHANGE = CurrentExchange()
 
 ROUTES = re.compile(
     r"v1/(chat/completions|completions|messages|messages/count_tokens|responses|responses/[^/]+(/cancel)?|models|models/.+)"
@@ -77,14 +92,13 @@ class SessionGate:
         incoming = Incoming(exchange, receive)
         outgoing = Outgoing(exchange, dialect, self.limit, send)
         pump = asyncio.ensure_future(incoming.pump())
-        token = EXCHANGE.set(exchange)
+        EXCHANGE.set(exchange)
         exchange.session.running.add(exchange)
         exchange.end = incoming.end
         try:
             await self.app(scope, incoming.receive, outgoing.send)
             await outgoing.finish()
         finally:
-            EXCHANGE.reset(token)
             pump.cancel()
             if not exchange.background:
                 exchange.let_go()

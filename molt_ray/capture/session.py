@@ -101,9 +101,14 @@ class Exchange:
     ended: str = ""  # why it was ended early: closed, replaced, disconnected
     end: Callable[[str], None] = lambda reason: None  # ends it early; set by whoever serves the request
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    seen_as: list[Exchange] = field(default_factory=list)  # itself until it is over: what contexts hold
+
+    def __post_init__(self) -> None:
+        self.seen_as.append(self)
 
     def let_go(self) -> None:
         """Nothing runs for it any more: turns that have not finished are aborted."""
+        self.seen_as.clear()
         for turn in self.turns:
             self.session.tree.abort(turn)
         self.session.running.discard(self)

@@ -80,7 +80,8 @@ class CaptureResponses(OpenAIServingResponses):
             log.exception("response %s failed in the background", response_id)
             self.response_store[response_id].status = "failed"
         finally:
-            stored().turns[response_id] = exchange.turns
+            exchange.session.stored.turns[response_id] = exchange.turns
+            exchange.session.stored.tasks.pop(response_id, None)
             exchange.let_go()
 
     async def retrieve_responses(self, response_id: str, starting_after: int | None, stream: bool | None) -> Any:
@@ -93,7 +94,9 @@ class CaptureResponses(OpenAIServingResponses):
 
 
 def stored() -> StoredResponses:
-    return EXCHANGE.get().session.stored
+    """Of the session that the running request belongs to; of none once it is over, as when vLLM lets go of a task that has ended."""
+    exchange = EXCHANGE.get()
+    return StoredResponses() if exchange is None else exchange.session.stored
 
 
 def shared(message: Any) -> str:

@@ -10,8 +10,6 @@ from typing import Any
 import openai
 import pytest
 
-from molt_ray.capture.session import StoredResponses
-
 from .dialects import WAYS, Talk
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -113,11 +111,11 @@ async def test_what_is_stored_goes_with_the_session(endpoint):
     assert len(stored.responses) == 3 and len(stored.texts) == 2  # of 1 + 3 + 5 messages, two are different
     handler = endpoint.gate.app.state.openai_serving_responses
     assert not vars(handler)["response_store"] and not vars(handler)["msg_store"]
-    kept: weakref.ref[StoredResponses] = weakref.ref(stored)
+    kept = [weakref.ref(talk.session), weakref.ref(stored), weakref.ref(talk.session.tree)]
     endpoint.sessions.close(talk.session)
     del stored, talk
     gc.collect()
-    assert kept() is None
+    assert [ref() for ref in kept] == [None] * 3  # though the client's connection is still open
 
 
 async def ended(talk: Talk, response_id: str) -> Any:
