@@ -87,6 +87,7 @@ class Learner:
             "actor_lr": rate,
             "actor_grad_norm": sum(norms) / max(1, len(norms)),
             "skipped_updates": skipped,
+            **({"actor_frozen": float(plan.frozen)} if self.config.needs_critic else {}),
         }
 
     def old_logprobs(

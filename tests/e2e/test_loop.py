@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -159,6 +160,42 @@ def test_a_resumed_run_goes_on_where_it_stopped(models: dict[str, Path], tmp_pat
     records = records_of(longer)
     assert len({r["prompt_id"] for r in records}) == 32
     assert all(v >= 3 for r in records if r["step"] > 2 for v in r["versions"] if v >= 0)
+
+
+def test_reference_and_critic_take_part_and_come_back(models: dict[str, Path], tmp_path: Path):
+    """PPO with a KL that adapts, on ranks of its own for each role: the critic learns first, and a resume finds critic and weight again."""
+    options = {
+        "algo__advantage__estimator": "gae",
+        "algo__advantage__lam": 0.95,
+        "algo__kl__init_coef": 0.05,
+        "algo__kl__target": 0.01,
+        "algo__kl__horizon": 64,
+        "critic__adam__lr": 1e-3,
+        "actor__freezing_steps": 1,
+    }
+    short = configure(models["last_digit"], tmp_path / "ppo", train__max_steps=2, **options)
+    asyncio.run(graphs.rl.train(short, "env"))
+    longer = configure(models["last_digit"], tmp_path / "ppo", train__max_steps=3, ckpt__load_enable=True, **options)
+    asyncio.run(graphs.rl.train(longer, "env"))
+
+    first, second, third = read_metrics(Path(longer.run.dir) / "metrics.jsonl")
+    assert (
+        first["train/actor_frozen"] == 1 and first["train/actor_grad_norm"] == 0 and second["train/actor_grad_norm"] > 0
+    )
+    assert first["train/kl"] == pytest.approx(0, abs=1e-6)  # the reference is the policy that has not moved
+    assert third["train/kl"] != 0
+    coefficients = [m["train/kl_coef"] for m in (first, second, third)]
+    assert coefficients[:2] == pytest.approx([0.05, 0.05 * (1 - 0.2 * 32 / 64)])
+    assert coefficients[2] != coefficients[1]  # goes on from the checkpoint's, not from the first
+    assert all(m["train/critic_grad_norm"] > 0 for m in (first, second, third))
+    assert all(np.isfinite(value) for m in (first, second, third) for value in m.values())
+    assert sorted(folder.name for folder in Path(f"{longer.ckpt.path}-critic").glob("*/complete")) == ["complete"] * 3
+    for record in records_of(longer):
+        actions = sum(record["action_mask"])
+        assert len(record["reference_logprobs"]) == len(record["values"]) == actions
+    assert serve.status().applications == {} and not [
+        name for name in ray.util.list_named_actors() if "-critic-" in name or "-reference-" in name
+    ]
 
 
 def replica_pid(deployment: str) -> int:
