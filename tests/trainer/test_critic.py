@@ -89,6 +89,18 @@ def test_the_same_update_of_policy_and_critic_for_any_split(
     assert alone["metrics"][1]["value_loss"] != alone["metrics"][0]["value_loss"]
 
 
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_the_same_with_each_role_over_two_tensor_parallel_ranks(kind: str, divisible: dict[str, Path]) -> None:
+    options = {name: 2 for name in ("fsdp__tp_size", "ref__tp_size", "critic__tp_size")}
+    config, split = gae_config(divisible), gae_config(divisible, **options)
+    for each in (config, split):
+        each.actor.model_name_or_path = str(divisible[kind])
+    split.critic.num_gpus_per_node = split.ref.num_gpus_per_node = 2
+    alone, two = run_ranks(whole_step, 1, config)[0], run_ranks(whole_step, 2, split, tp=2)[0]
+    for role in ("policy", "critic"):
+        assert largest_difference(two[role], alone[role]) <= TOLERANCE, role
+
+
 def written_out(config: Config) -> dict[str, np.ndarray]:
     """The critic's first step in plain torch: values of 0, so returns are the rewards less the penalties to go."""
     import torch

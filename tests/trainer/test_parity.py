@@ -163,22 +163,6 @@ def test_balance_of_a_model_without_experts_is_refused(models: dict[str, Path]) 
         run_ranks(one_split, 1, make_config(models["dense"], **BALANCED))
 
 
-@pytest.fixture(scope="module")
-def divisible(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The tiny models again, with two key-value heads, so that two tensor-parallel ranks can have one each."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folders = {}
-    for kind in ("dense", "tied", "moe"):
-        folders[kind] = tmp_path_factory.mktemp(kind)
-        model_config = AutoConfig.from_pretrained(models[kind])
-        model_config.num_key_value_heads = 2
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).save_pretrained(folders[kind])
-    return folders
-
-
 @pytest.mark.parametrize(("kind", "world"), [("dense", 2), ("dense", 4), ("tied", 2), ("moe", 4)])
 def test_tensor_parallel_makes_the_same_update(kind: str, world: int, divisible: dict[str, Path]) -> None:
     """Under accumulation. The mixture-of-experts model has per-head norms, whose gradients transformers sums once too often then."""
