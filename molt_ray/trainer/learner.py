@@ -273,7 +273,9 @@ def plain(ids: list[int], temperature: float, layout: str, eyes: Eyes | None) ->
         "temperatures": np.full(n, temperature),
     }
     row = Row("", "", 0, 0, 1, 0.0, 0.0, [], 1, n - 1, 0, 0)
-    sample = Sample(Experience(row, {"tokens": columns}), np.zeros(()), 0, 0, Share(0.0, 0, n - 1))
+    sample = Sample(
+        Experience(row, {"tokens": columns}), np.zeros(()), 0, 0, Share(0.0, 0, n - 1, segment=0, last=True)
+    )
     return collate([sample], layout, eyes)
 
 
