@@ -42,6 +42,7 @@ from molt_ray.images import Image, ImageError, ImageTokens, PlacedImage
 
 MODEL_NAME = "policy"
 OWN_TOOLS = ("function", "custom", "namespace")
+LIMITS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}
 
 # (images, group id) -> how the model writes each; from then on the group's engine holds them.
 Images = Callable[[Sequence[Image], str], Awaitable[list[ImageTokens]]]
@@ -114,6 +115,17 @@ class CaptureRenderer(OnlineRenderer):
                 parameter="thinking_token_budget",
             )
         fill_defaults(request, exchange.session.sampling)
+        for name in sorted(LIMITS & request.model_fields_set):
+            # vLLM refuses a limit above the context, which agents written for larger models send. It can only ever bind below it.
+            if (limit := getattr(request, name)) is not None:
+                setattr(request, name, min(limit, self.model_config.max_model_len))
+
+    def note_length(self, error: VLLMValidationError, exchange: Exchange | None) -> None:
+        """Has the gate say in the client's dialect that the prompt is too long, if that is the error."""
+        if exchange is not None and error.parameter in ("input_tokens", "input_text"):
+            # vLLM stops counting at the first token too many; over a text far too long it counts characters.
+            counted = error.parameter == "input_tokens"
+            exchange.too_long = int(error.value) if counted else self.model_config.max_model_len + 1
 
     async def preprocess_chat(
         self,
@@ -148,11 +160,7 @@ class CaptureRenderer(OnlineRenderer):
                 skip_mm_cache=skip_mm_cache,
             )
         except VLLMValidationError as e:
-            if exchange is not None and e.parameter in ("input_tokens", "input_text"):
-                # vLLM stops counting at the first token too many; over a text far too long it counts characters.
-                exchange.too_long = (
-                    int(e.value) if e.parameter == "input_tokens" else self.model_config.max_model_len + 1
-                )
+            self.note_length(e, exchange)
             raise
         if exchange is None:
             return conversation, [engine_input]
@@ -227,7 +235,13 @@ class CaptureRenderer(OnlineRenderer):
         exchange = EXCHANGE.get()
         if exchange is not None:
             self.admit(request, exchange)
-        inputs = await super().preprocess_completion(request, prompt_input, prompt_embeds, skip_mm_cache=skip_mm_cache)
+        try:
+            inputs = await super().preprocess_completion(
+                request, prompt_input, prompt_embeds, skip_mm_cache=skip_mm_cache
+            )
+        except VLLMValidationError as e:
+            self.note_length(e, exchange)
+            raise
         if exchange is not None:
             if len(inputs) != 1:
                 raise VLLMValidationError("a session takes one prompt a request", parameter="prompt")

@@ -204,6 +204,7 @@ async def test_a_reply_ends_at_a_stop_id(endpoint, dialect, streaming, blocking)
 # A setting, what the engine must be asked, why the turn does not train; the dialects that have it as a parameter, and that by extra_body.
 OPENAI = ("chat", "completions", "responses")
 SETTINGS = [
+    ({"temperature": 0}, {"temperature": 0}, "temperature=0", OPENAI, ("messages",)),
     ({"temperature": 0.7}, {"temperature": 0.7}, "", OPENAI, ("messages",)),
     ({"top_p": 0.9}, {"top_p": 0.9}, "top_p=0.9", OPENAI, ("messages",)),
     ({"top_k": 5}, {"top_k": 5}, "top_k=5", (), DIALECTS),

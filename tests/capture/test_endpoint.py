@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 
-import anthropic
 import httpx
 import numpy as np
 import openai
@@ -156,37 +155,6 @@ async def test_n_samples_are_branches_and_each_trains_once(endpoint):
     assert sum(int(s.action_mask.sum()) for s in segments) == sum(len(t.token_ids) for t in session.tree.turns)
 
 
-async def test_the_client_sees_log_probs_only_when_it_asks(endpoint):
-    session = endpoint.open()
-    client = endpoint.openai(session)
-    endpoint.stream.replies = ["fine", "fine"]
-    silent = await client.chat.completions.create(model="policy", messages=[USER])
-    asked = await client.chat.completions.create(model="policy", messages=[USER], logprobs=True, top_logprobs=2)
-    assert silent.choices[0].logprobs is None
-    assert all(len(t.top_logprobs) == 2 for t in asked.choices[0].logprobs.content)
-    assert session.tree.turns[0].logprobs == session.tree.turns[1].logprobs
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"top_p": 0.9}, "top_p=0.9"),
-        ({"temperature": 0}, "temperature=0"),
-        ({"presence_penalty": 0.5}, "presence_penalty=0.5"),
-        ({"logit_bias": {"5": 2}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "structured_outputs"),
-        ({"extra_body": {"top_k": 3}}, "top_k=3"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "structured_outputs"),
-    ],
-)
-async def test_turns_whose_log_probs_cannot_be_recomputed_are_masked(endpoint, settings, why):
-    session = endpoint.open()
-    endpoint.stream.replies = ["fine"]
-    await endpoint.openai(session).chat.completions.create(model="policy", messages=[USER], **settings)
-    (segment,) = session.tree.segments()
-    assert segment.turns[0].not_trained == why and not segment.action_mask.any()
-
-
 async def test_settings_of_the_rollout_fill_what_a_call_leaves_out(endpoint):
     session = endpoint.open(sampling={"temperature": 0.7, "max_tokens": 5}, seed=11)
     client = endpoint.openai(session)
@@ -217,57 +185,6 @@ async def test_max_tokens_is_what_the_spliced_prompt_leaves(endpoint):
     assert endpoint.stream.params[0].max_tokens == 512 - len(endpoint.stream.prompts[0])
 
 
-async def test_context_too_long_is_said_in_each_dialect_and_the_segment_is_kept(endpoint):
-    session = endpoint.open()
-    endpoint.stream.replies = ["fine"]
-    long = [USER, {"role": "assistant", "content": "fine"}, {"role": "user", "content": "xyz " * 400}]
-    client = endpoint.openai(session)
-    await client.chat.completions.create(model="policy", messages=[USER])
-    with pytest.raises(openai.BadRequestError) as e:
-        await client.chat.completions.create(model="policy", messages=long)
-    assert e.value.code == "context_length_exceeded" and "maximum context length is 512" in e.value.message
-    with pytest.raises(anthropic.BadRequestError) as a:
-        await endpoint.anthropic(session).messages.create(model="policy", max_tokens=5, messages=long)
-    assert a.value.body["error"]["type"] == "invalid_request_error" and "prompt is too long" in str(a.value)
-    (segment,) = session.tree.segments()
-    assert segment.action_mask.any()
-
-
-async def test_wrong_key_unknown_and_closed_sessions(endpoint):
-    session = endpoint.open()
-    other = endpoint.open()
-    async with httpx.AsyncClient() as http:
-        for route, kinds in (
-            ("v1/chat/completions", ("invalid_request_error",) * 3),
-            ("v1/messages", ("not_found_error", "authentication_error", "invalid_request_error")),
-        ):
-            forged = session.id[:-2] + ("AA" if session.id[-2:] != "AA" else "BB")
-            for (sid, key), status, kind in zip(
-                ((forged, session.key), (session.id, other.key), (session.id, session.key)),
-                (404, 401, 410),
-                kinds,
-                strict=True,
-            ):
-                if status == 410:
-                    endpoint.sessions.close(session)
-                answer = await http.post(
-                    f"http://{endpoint.address}/s/{sid}/{route}", json={}, headers={"x-api-key": key}
-                )
-                assert answer.status_code == status and answer.json()["error"]["type"] == kind
-            session = endpoint.open()
-
-
-@pytest.mark.parametrize(("route", "kind"), [("v1/chat/completions", "openai"), ("v1/messages", "anthropic")])
-@pytest.mark.parametrize("body", [b"{not json", b"{}", b'{"messages": 3}'])
-async def test_bad_bodies_are_refused_in_the_dialect(endpoint, route, kind, body):
-    session = endpoint.open()
-    headers = {"Authorization": f"Bearer {session.key}", "content-type": "application/json"}
-    async with httpx.AsyncClient() as http:
-        answer = await http.post(f"{endpoint.url(session)}/{route}", content=body, headers=headers)
-    assert 400 <= answer.status_code < 500 and answer.json()["error"]["type"] == "invalid_request_error"
-    assert ("type" in answer.json()) == (kind == "anthropic")
-
-
 @pytest.mark.parametrize(
     "route", ["update_weights", "v1/load_lora_adapter", "metrics", "inference/v1/generate", "pause"]
 )
@@ -277,41 +194,6 @@ async def test_routes_that_no_session_may_use_are_not_there(endpoint, route):
         answer = await http.post(f"{endpoint.url(session)}/{route}", json={}, headers={"x-api-key": session.key})
         bare = await http.post(f"http://{endpoint.address}/{route}", json={})
     assert answer.status_code == 404 and bare.status_code == 404
-
-
-@pytest.mark.parametrize("extra", [{"use_beam_search": True}, {"truncate_prompt_tokens": 5}])
-async def test_what_would_change_the_context_unseen_is_refused(endpoint, extra):
-    session = endpoint.open()
-    with pytest.raises(openai.BadRequestError, match="leave it out"):
-        await endpoint.openai(session).chat.completions.create(model="policy", messages=[USER], extra_body=extra)
-    assert not session.tree.turns
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-async def test_responses_go_on_in_one_segment(endpoint, streaming):
-    session = endpoint.open()
-    client = endpoint.openai(session)
-    endpoint.stream.replies = ["it is fine", "yes"]
-    history: list = [{"role": "user", "content": "the weather?"}]
-    for text in ("it is fine", "yes"):
-        reply = await client.responses.create(model="policy", input=history, stream=streaming)
-        if streaming:
-            (reply,) = [e.response async for e in reply if e.type == "response.completed"]
-        assert reply.output_text == text
-        history += [item.model_dump(exclude_none=True) for item in reply.output]
-        history.append({"role": "user", "content": "sure?"})
-    (segment,) = session.tree.segments()
-    assert not session.tree.breaks and segment.action_mask.sum() == sum(len(t.token_ids) for t in session.tree.turns)
-
-
-async def test_models_and_count_tokens(endpoint):
-    session = endpoint.open()
-    endpoint.stream.replies = ["fine"]
-    models = await endpoint.openai(session).models.list()
-    assert [m.id for m in models.data] == ["policy"]
-    counted = await endpoint.anthropic(session).messages.count_tokens(model="policy", messages=[USER])
-    await endpoint.anthropic(session).messages.create(model="policy", max_tokens=9, messages=[USER])
-    assert counted.input_tokens == len(endpoint.stream.prompts[0]) and len(session.tree.turns) == 1
 
 
 async def until(condition, timeout_s: float = 10.0) -> None:
@@ -445,37 +327,6 @@ async def test_a_reply_that_was_never_delivered_does_not_train(endpoint):
         await endpoint.gate(scope, receive, send)
     (segment,) = session.tree.segments()
     assert segment.turns[0].not_trained == "undelivered" and not segment.action_mask.any()
-
-
-async def test_blocking_sdks(endpoint):
-    session = endpoint.open()
-    endpoint.stream.replies = ["fine", "fine", "fine"]
-
-    def both() -> list[str]:
-        with openai.OpenAI(base_url=endpoint.url(session) + "/v1", api_key=session.key) as client:
-            one = client.chat.completions.create(model="policy", messages=[USER]).choices[0].message.content
-            two = "".join(
-                k.choices[0].delta.content or ""
-                for k in client.chat.completions.create(model="policy", messages=[USER], stream=True)
-            )
-        with anthropic.Anthropic(base_url=endpoint.url(session), api_key=session.key) as client:
-            three = client.messages.create(model="policy", max_tokens=9, messages=[USER]).content[0].text
-        return [one, two, three]
-
-    assert await asyncio.to_thread(both) == ["fine"] * 3
-
-
-async def test_raw_completions_go_on_where_their_ids_begin_with_a_turn(endpoint):
-    session = endpoint.open()
-    endpoint.stream.replies = ["fine", "yes"]
-    client = endpoint.openai(session)
-    prompt = endpoint.tokenizer.encode("the weather is")
-    await client.completions.create(model="policy", prompt=prompt)
-    more = prompt + session.tree.turns[0].token_ids + endpoint.tokenizer.encode(" and")
-    await client.completions.create(model="policy", prompt=more)
-    (segment,) = session.tree.segments()
-    assert segment.token_ids.tolist() == more + session.tree.turns[1].token_ids
-    assert segment.action_mask.sum() == sum(len(t.token_ids) for t in session.tree.turns)
 
 
 SHAPES = [
