@@ -24,7 +24,7 @@ class CalculatorAgent(ChatAgent):
             calls = message.tool_calls
             messages.append(message.model_dump(exclude_none=True))
             messages += [{"role": "tool", "tool_call_id": call.id, "content": answer(call)} for call in calls]
-        result = rewarded(message.content or "", reply.usage.completion_tokens, ctx.label, ctx.options)
+        result = await rewarded(message.content or "", reply.usage.completion_tokens, ctx.label, ctx.options)
         result.info["calls"] = len(calls)
         return result
 

@@ -16,7 +16,7 @@ class CalculatorEnv(Env):
         call = CALL.search(state["action_message"])
         if call and state["turn"] == 0:
             return Result(reward=0.0, observation=f"= {calculate(call[1])}", terminated=False)
-        result = rewarded(state["action_message"], len(state["action_ids"]), state["label"], state["options"])
+        result = await rewarded(state["action_message"], len(state["action_ids"]), state["label"], state["options"])
         result.info["calls"] = state["turn"]
         return result
 

@@ -36,7 +36,7 @@ class CompactingAgent(ChatAgent):
             history.append(reply.choices[0].message.model_dump(exclude_none=True))
             carried, tokens = "", reply.usage.total_tokens
         content = reply.choices[0].message.content or ""
-        result = rewarded(content, reply.usage.completion_tokens, ctx.label, ctx.options)
+        result = await rewarded(content, reply.usage.completion_tokens, ctx.label, ctx.options)
         result.info["compactions"] = compactions
         return result
 

@@ -13,7 +13,7 @@ class QaAgent(ChatAgent):
         client = CLIENT.with_options(base_url=ctx.base_url, api_key=ctx.api_key)
         reply = await client.chat.completions.create(model=ctx.model_name, messages=ctx.messages)
         content = reply.choices[0].message.content or ""
-        return rewarded(content, reply.usage.completion_tokens, ctx.label, ctx.options)
+        return await rewarded(content, reply.usage.completion_tokens, ctx.label, ctx.options)
 
 
 class AgentRunner(ChatAgentRunner):

@@ -7,7 +7,7 @@ from molt_ray.agents import Env, StepEnvRunner
 
 class QaEnv(Env):
     async def step(self, state):
-        return rewarded(state["action_message"], len(state["action_ids"]), state["label"], state["options"])
+        return await rewarded(state["action_message"], len(state["action_ids"]), state["label"], state["options"])
 
 
 class AgentRunner(StepEnvRunner):

@@ -15,7 +15,7 @@ class ReasoningAgent(ChatAgent):
             model=ctx.model_name, messages=ctx.messages, stop=ctx.options.stop or openai.omit
         )
         content = reply.choices[0].message.content or ""
-        return rewarded(content, reply.usage.completion_tokens, ctx.label, ctx.options)
+        return await rewarded(content, reply.usage.completion_tokens, ctx.label, ctx.options)
 
 
 class AgentRunner(ChatAgentRunner):

@@ -11,7 +11,7 @@ class ReasoningEnv(Env):
         return {"sampling_params": {**state["sampling_params"], "stop": stop}} if stop else None
 
     async def step(self, state):
-        return rewarded(state["action_message"], len(state["action_ids"]), state["label"], state["options"])
+        return await rewarded(state["action_message"], len(state["action_ids"]), state["label"], state["options"])
 
 
 class AgentRunner(StepEnvRunner):

@@ -1,4 +1,4 @@
-"""The process of a blocking agent: `python -m molt_ray.agents.child FD PATH`, started by children.py.
+"""The process of a blocking agent, or of functions under a deadline: `python -m molt_ray.agents.child FD PATH`, started by children.py.
 
 Guarantees: the user's code runs on the main thread, one call at a time, and its standard output is the worker's. Frames
 (8 bytes of length, a pickle) come in over the socket FD on a thread of its own, so that the end of the worker is seen while user
@@ -15,22 +15,14 @@ import pickle
 import queue
 import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
 from typing import Any
 
-from molt_ray.agents.load import load_runner
+from molt_ray.agents.frames import HEADER, pack_frame
+from molt_ray.agents.load import import_as, load_runner
 from molt_ray.agents.runners import invoke
-
-HEADER = struct.Struct("!Q")
-
-
-def pack_frame(message: Any) -> bytes:
-    """A message as it goes over the socket."""
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return HEADER.pack(len(body)) + body
 
 
 def receive(stream: Any, calls: queue.SimpleQueue) -> None:
@@ -61,6 +53,11 @@ class Servant:
             self.runner = self.runner or load_runner(self.path)
             self.target = self.runner.user_class()
             return None
+        if method == "import":
+            return import_as(*argument)
+        if method == "function":
+            module, name, arguments = argument
+            return getattr(sys.modules[module], name)(*pickle.loads(arguments))
         value = invoke(self.target, method, argument)
         return self.loop.run(await_it(value)) if inspect.isawaitable(value) else value
 

@@ -19,7 +19,7 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from molt_ray.agents.child import HEADER, pack_frame
+from molt_ray.agents.frames import HEADER, pack_frame
 from molt_ray.agents.hosts import AgentError
 
 CLOSE_S = 5.0  # how long killed processes may take to be gone at the end
@@ -34,6 +34,7 @@ class Child:
         self.reader = reader
         self.writer = writer
         self.idle = True  # no call is unanswered
+        self.imported: set[str] = set()  # modules that deadline.py had it import
 
     async def call(self, method: str, argument: Any = None) -> Any:
         """What the method returned in the child. Raises AgentError with the traceback there, or with how the process ended."""

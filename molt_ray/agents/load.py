@@ -7,6 +7,7 @@ with the file is told in one error, with the user's own traceback.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import traceback
@@ -62,9 +63,22 @@ def options_of(runner: Runner, given: dict[str, Any]) -> Any:
         raise AgentLoadError(f"--train.agent_options {given}: {faults}") from None
 
 
+PREFIX = "molt_agent_"
+
+
+def import_as(module: str, file: str) -> None:
+    """Imports a module by the name that it has in the worker: one made from an agent file, or any other."""
+    if module in sys.modules:
+        return
+    if module.startswith(PREFIX):
+        import_file(Path(file), f"--train.agent_path {file!r}")
+    else:
+        importlib.import_module(module)
+
+
 def import_file(file: Path, option: str) -> dict[str, object]:
     """The namespace of the module made from `file`."""
-    name = f"molt_agent_{file.stem}"
+    name = f"{PREFIX}{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise AgentLoadError(f"{option}: not a Python file; its name must end in .py")

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import AsyncIterator, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from molt_ray.agents import deadline
 from molt_ray.agents.children import ChildPool
 from molt_ray.agents.hosts import AgentError, leased
 from molt_ray.agents.load import load_runner, options_of
@@ -60,6 +61,7 @@ class RolloutWorker:
     async def close(self) -> None:
         """Ends the child processes."""
         await self.children.close()
+        await deadline.close()
 
     async def run_group(self, task: GroupTask) -> AsyncIterator[GroupUpdate | Pack]:
         """The answer to `task`: updates, each followed by its packs (messages.py has the order)."""

@@ -377,3 +377,34 @@ async def test_large_rollouts_are_flushed_as_they_finish(make_worker, template):
         if isinstance(update, GroupUpdate) and not update.finished:
             assert following.nbytes >= worker_module.FLUSH_BYTES
     assert [answer.tokens(i)["token_ids"].size for i in range(4)] == [row.tokens for row in answer.rows]
+
+
+SLEEPS = """
+import time
+from molt_ray.agents import Env, Result, StepEnvRunner, bounded
+
+def judge(action, label):
+    while action.startswith("slow"):
+        time.sleep(60)
+    return float(action == label)
+
+class MyEnv(Env):
+    async def step(self, state):
+        reward = await bounded(judge, state["action_message"], state["label"], timeout_s={timeout})
+        return Result(reward=reward)
+
+class AgentRunner(StepEnvRunner):
+    env_class = MyEnv
+"""
+
+
+async def test_a_reward_function_that_sleeps_fails_its_rollout_alone(make_worker, says) -> None:
+    """It stands in the agent file; the worker's other rollouts are rewarded meanwhile."""
+    worker = make_worker(SLEEPS.format(timeout=1), says("fast<|im_end|>"), rollout={"max_retries": 0})
+    assert [row.reward for row in (await run(worker, label="fast", n=2)).rows] == [1.0, 1.0]
+    slow = make_worker(SLEEPS.format(timeout=1), says("slow<|im_end|>"), rollout={"max_retries": 0})
+    held = asyncio.create_task(run(slow, label="slow"))
+    answer = await run(worker, label="fast", n=2)
+    assert [row.reward for row in answer.rows] == [1.0, 1.0]
+    answer = await held
+    assert answer.failed == "agent_error" and "TimeoutError" in answer.failures[0].detail
