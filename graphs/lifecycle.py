@@ -64,6 +64,9 @@ def refuse_what_is_in_use(config: Config) -> None:
     if not config.ckpt.load_enable and (Path(config.run.dir) / "metrics.jsonl").exists():
         remedy = "holds a run already; go on with it by --ckpt.load_enable True, or give another folder"
         refuse("run.dir", config.run.dir, remedy)
+    if not config.ckpt.load_enable and any(Path(config.ckpt.path).glob("*/complete")):
+        remedy = "holds checkpoints already; go on with them by --ckpt.load_enable True, or give another folder"
+        refuse("ckpt.path", config.ckpt.path, remedy)
     try:
         ray.get_actor(actor_name(config.run.name), namespace=NAMESPACE)
     except ValueError:

@@ -18,6 +18,7 @@ import ray.data
 from ray import serve
 
 from graphs.graph import Edge, Graph, Node
+from graphs.held_out import HeldOut, tag_of
 from graphs.lifecycle import Timer, refuse_what_is_in_use, stop_on_signals, together
 from molt_ray import resources
 from molt_ray.algorithm.advantage import advantage_values, estimator_of
@@ -33,7 +34,7 @@ from molt_ray.rollout.evaluator import Evaluator
 from molt_ray.rollout.filters import group_filter
 from molt_ray.rollout.pool import Group, GroupPool
 from molt_ray.rollout.prompts import PromptOrder, digest_of, read_held_out, read_prompts
-from molt_ray.trainer.group import CriticGroup, ReferenceGroup, TrainerGroup
+from molt_ray.trainer.group import CriticGroup, ReferenceGroup, TrainerGroup, load_together
 from serve_apps import agents, capture
 from serve_apps.deploy import app_name, deploy, release, sweep, wait_running
 
@@ -113,12 +114,13 @@ class Loop:
     fleet: Fleet
     trainers: TrainerGroup
     log: MetricsLog
+    held_out: HeldOut
     kl: KlController
     reference: ReferenceGroup | None = None
     critic: CriticGroup | None = None
-    evaluator: Evaluator | None = None
     version: int = 0
     step: int = 0
+    saved: int = -1  # the step whose weights the newest checkpoint holds
     reported: float = field(default_factory=time.monotonic)
     learning: asyncio.Task[dict[str, float]] | None = None  # the critic's
     engine_busy: float = 0.0  # seconds of all engines, up to the last report
@@ -126,14 +128,14 @@ class Loop:
     async def run(self) -> None:
         """Trains until the prompts are used up, `train.max_steps` is reached, or the reward is."""
         upcoming = asyncio.create_task(self.prepare(self.version))
-        evaluation = asyncio.create_task(self.evaluate(self.config.eval.eval_at_start))
         try:
+            await self.evaluate(self.config.eval.eval_at_start)
             while not self.done() and (step := await self.awaited(upcoming)) is not None:
                 upcoming = asyncio.create_task(self.prepare(self.version + 1))
                 with Timer(step.seconds, "policy_train"):
                     trained = await self.train(step)
                 with Timer(step.seconds, "evaluation_wait"):
-                    await evaluation
+                    await self.held_out.settle(self.config.eval.refit_wait_s)
                 with Timer(step.seconds, "broadcast"):
                     await self.refit()
                 self.dispatcher.refitted(self.version, step.groups)
@@ -141,25 +143,25 @@ class Loop:
                     with Timer(step.seconds, "critic_wait"):
                         trained |= await self.learning
                 await self.report(step, trained)
-                evaluation = asyncio.create_task(self.evaluate(self.config.eval.due(self.step)))
+                await self.evaluate(self.config.eval.due(self.step))
                 del step  # the last hold on its packs: they are freed before the next batch is waited for
-            await evaluation
+            await self.held_out.settle()
             upcoming.cancel()
             await self.evaluate(not self.config.eval.due(self.step))
+            await self.held_out.settle()
         finally:
-            under_way = [task for task in (upcoming, evaluation, self.learning) if task is not None]
+            await self.held_out.close()
+            under_way = [task for task in (upcoming, self.learning) if task is not None]
             for task in under_way:
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
 
     async def evaluate(self, due: bool) -> None:
-        """An evaluation of the engines' weights, if one is `due`; the next refit waits for it, the training does not."""
-        if self.evaluator is None or not due:
-            return
-        seconds: dict[str, float] = {}
-        with Timer(seconds, "timing/eval"):
-            evaluation = await self.evaluator.run(self.version, f"s{self.step}")
-        self.log.write_evaluation(self.step, {**evaluation.metrics(), "version": self.version, **seconds})
+        """Begins an evaluation of the engines' weights, if one is `due`; the next refit waits for it, the training does not."""
+        if due:
+            if self.held_out.wants_checkpoint:
+                await self.save()
+            self.held_out.start(self.step, self.version)
 
     def done(self) -> bool:
         goal, limit, recent = self.config.train.target_reward, self.config.train.max_steps, self.log.recent_reward
@@ -240,6 +242,7 @@ class Loop:
             "rollout/retried_groups": self.pool.retries,
             "rollout/failed": self.dispatcher.failures,
             "rollout/prefix_break": self.dispatcher.breaks,
+            "eval": {"dropped": self.held_out.dropped} if self.held_out.dropped else {},
         }
         values = {
             **rollout_metrics(step.rows),
@@ -253,24 +256,19 @@ class Loop:
         self.log.write(self.step, values)
 
     async def save(self) -> None:
-        """A checkpoint of this step; the files are written while training goes on."""
-        tag = f"step-{self.step:06d}"
+        """A checkpoint of the weights after this step, unless there is one; the files are written while training goes on."""
+        if self.saved == self.step:
+            return
         state = {"step": self.step, "version": self.version, "kl_coef": self.kl.coef}
         state["rollouts"] = self.dispatcher.state()
         if self.critic is not None:
-            await self.critic.save(tag, {})
-        await self.trainers.save(tag, state)
+            await self.critic.save(tag_of(self.step), {})
+        await self.trainers.save(tag_of(self.step), state)
+        self.saved = self.step
 
     async def load(self) -> dict[str, Any] | None:
-        """The newest checkpoint that is complete, with a critic in both groups."""
-        if self.critic is None:
-            return await self.trainers.load()
-        critics = await self.critic.saved()
-        both = [tag for tag in await self.trainers.saved() if tag in critics]
-        if not both:
-            return None
-        await self.critic.load(both[-1])
-        return await self.trainers.load(both[-1])
+        """The newest intact checkpoint, or the best; with a critic in both groups."""
+        return await load_together(self.held_out.learners, best=self.config.ckpt.load_best)
 
     async def resume(self) -> None:
         """Continues from the newest complete checkpoint, if there is one: its weights reach the engines before the first rollout,
@@ -280,6 +278,7 @@ class Loop:
             print("no complete checkpoint: starting from the model", flush=True)
             return
         self.step, self.kl.coef = state["step"], state["kl_coef"]
+        self.saved = self.step
         self.dispatcher.restore(state["rollouts"])
         noted = self.log.folder / "version"
         self.version = max(state["version"], int(noted.read_text()) if noted.exists() else 0)
@@ -314,17 +313,10 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
         critic = critic_group(config, len(prompts)) if config.needs_critic else None
         ranks = {"trainer_ranks": trainers, "reference_ranks": reference, "critic_ranks": critic}
         ranks = {name: group for name, group in ranks.items() if group is not None}
+        learners = [group for group in (trainers, critic) if group is not None]
         for group in ranks.values():
             stack.push_async_callback(group.shutdown)
-        order = PromptOrder(
-            len(prompts), episodes=config.train.num_episodes, seed=config.train.seed, digest=digest_of(prompts)
-        )
-        pool = GroupPool(
-            order,
-            groups_per_batch=config.groups_per_batch,
-            max_staleness=config.train.max_staleness,
-            max_retries=config.rollout.max_retries,
-        )
+        pool = make_pool(config, prompts)
         dispatcher = Dispatcher(config, pool, prompts, keep)
         stack.push_async_callback(dispatcher.close)
         stop_on_signals(lambda: let_go(config, dispatcher))
@@ -339,17 +331,27 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
         log = MetricsLog(Path(config.run.dir), config.run.name, step_limit(config, len(prompts)))
         stack.callback(conclude, log, startup)
         evaluator = Evaluator(config, held_out, dispatcher.workers) if held_out else None
+        evaluations = HeldOut(config, evaluator, log, learners)
         kl = KlController(config.kl_coef, config.algo.kl.target, config.algo.kl.horizon)
-        loop = Loop(config, pool, dispatcher, fleet, trainers, log, kl, reference, critic, evaluator)
+        loop = Loop(config, pool, dispatcher, fleet, trainers, log, evaluations, kl, reference, critic)
         if config.ckpt.load_enable:
             await loop.resume()
         await loop.run()
-        for group in (trainers, critic):
-            if group is not None:
-                await group.finish_save()
+        for group in learners:
+            await group.finish_save()
         if not config.ckpt.disable_final_save:
             with Timer(startup, "export"):
                 await trainers.export(config.ckpt.output_dir)
+
+
+def make_pool(config: Config, prompts: list[dict[str, Any]]) -> GroupPool:
+    digest = digest_of(prompts)
+    return GroupPool(
+        PromptOrder(len(prompts), episodes=config.train.num_episodes, seed=config.train.seed, digest=digest),
+        groups_per_batch=config.groups_per_batch,
+        max_staleness=config.train.max_staleness,
+        max_retries=config.rollout.max_retries,
+    )
 
 
 def conclude(log: MetricsLog, startup: dict[str, float]) -> None:

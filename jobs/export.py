@@ -1,4 +1,4 @@
-"""Makes a Hugging Face folder (--ckpt.output_dir) of the newest complete checkpoint in --ckpt.path; takes the options of jobs/train.py."""
+"""Makes a Hugging Face folder (--ckpt.output_dir) of the newest checkpoint in --ckpt.path, or of the best (--ckpt.load_best True); takes the options of jobs/train.py."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from molt_ray.config import Config, ConfigError
 
 
 async def export(config: Config) -> None:
-    from molt_ray.trainer.group import TrainerGroup
+    from molt_ray.trainer.group import TrainerGroup, load_together
 
     trainers = TrainerGroup(config, total_optimizer_steps=None)
     try:
         await trainers.start()
-        state = await trainers.load()
+        state = await load_together([trainers], best=config.ckpt.load_best)
         if state is None:
             raise ConfigError(f"--ckpt.path {config.ckpt.path!r}: holds no complete checkpoint")
         await trainers.export(config.ckpt.output_dir)

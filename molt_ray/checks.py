@@ -49,6 +49,9 @@ def check_prompts(c: Config) -> None:
         refuse(
             "data.tools_key", data.tools_key, "only the chat template shows tools: set --data.apply_chat_template True"
         )
+    if c.ckpt.best_metric_key and not (c.eval.dataset or c.eval.task_size):
+        remedy = "needs an evaluation: give --eval.dataset or --eval.task_size"
+        refuse("ckpt.best_metric_key", c.ckpt.best_metric_key, remedy)
     if not data.tasks:
         if c.eval.task_size:
             refuse(

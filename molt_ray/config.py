@@ -158,7 +158,12 @@ class CkptConfig(Section):
     max_num: int = 3
     """Complete checkpoints to keep; 0 or less keeps all."""
     load_enable: bool = False
-    """Resume from the newest complete checkpoint in ckpt.path."""
+    """Resume from the newest intact checkpoint in ckpt.path."""
+    load_best: bool = False
+    """Load the best checkpoint instead of the newest."""
+    best_metric_key: str = ""
+    """Number of an evaluation, such as eval/pass1: the checkpoint of the weights that did best by it is kept beside the newest. Each evaluation
+    then begins with a checkpoint of the weights that it evaluates. Empty: none."""
     disable_final_save: bool = False
     """Skip the final export."""
 
@@ -376,6 +381,9 @@ class EvalConfig(Section):
     """Evaluate after every so many steps, and after the last; -1 only at start and end."""
     eval_at_start: bool = True
     """Evaluate before the first step too."""
+    refit_wait_s: float | None = Field(default=None, gt=0)
+    """A refit waits for an evaluation at most so many seconds after its batch was trained; then the evaluation is dropped and counted
+    (eval/dropped). None: until it is finished."""
     batch_size: int | None = Field(default=None, ge=1)
     """Rollouts of the evaluation in progress at once. None: rollout.batch_size."""
     n_samples_per_prompt: int = Field(default=1, ge=1)

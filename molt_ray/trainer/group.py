@@ -180,9 +180,22 @@ class LearningGroup(RankGroup):
         """Tags of the complete checkpoints, oldest first."""
         return (await self.gather("saved", [self.actors[0].saved.remote()], START_TIMEOUT_S))[0]
 
+    async def best(self) -> str | None:
+        """Tag of the checkpoint that did best in evaluation; None when there is none."""
+        return (await self.gather("best", [self.actors[0].best.remote()], START_TIMEOUT_S))[0]
+
+    async def intact(self, tag: str) -> bool:
+        """Whether the complete checkpoint `tag` is as it was written."""
+        return (await self.gather("intact", [self.actors[0].intact.remote(tag)], START_TIMEOUT_S))[0]
+
     async def load(self, tag: str | None = None) -> dict[str, Any] | None:
-        """Restores the newest complete checkpoint, or that of the tag; its client state, or None when there is none."""
+        """Restores the newest intact checkpoint, or that of the tag; its client state, or None when there is none."""
         return (await self.call("load", tag, timeout_s=START_TIMEOUT_S))[0]
+
+    async def evaluated(self, tag: str, metric: str, value: float) -> bool:
+        """Notes what the weights of checkpoint `tag` came to; whether that is the best so far. Waits until the checkpoint is complete."""
+        self.saving = False
+        return (await self.call("evaluated", tag, metric, value, timeout_s=2 * self.config.fsdp.timeout_s))[0]
 
 
 class TrainerGroup(LearningGroup):
@@ -261,3 +274,23 @@ def bundles_by_node(placement: PlacementGroup) -> list[int]:
     """Bundle indices so that ranks of one node are neighbours: Ray's own order may go back and forth between nodes."""
     nodes = placement_group_table(placement)["bundles_to_node_id"]
     return sorted(nodes, key=lambda index: (nodes[index], index))
+
+
+async def load_together(groups: list[LearningGroup], *, best: bool) -> dict[str, Any] | None:
+    """Restores all groups from the newest checkpoint that is intact in each, or from the best one (of the first group). The first group's
+    client state; None when there is no checkpoint. Raises RunError when there are some, but none can be used."""
+    saved = [await group.saved() for group in groups]
+    tags = [tag for tag in reversed(saved[0]) if all(tag in others for others in saved)]
+    if best:
+        marked = await groups[0].best()
+        tags = [tag for tag in tags if tag == marked]
+    for tag in tags:
+        if all([await group.intact(tag) for group in groups]):
+            states = [await group.load(tag) for group in groups]
+            return states[0]
+    if not (tags or best):
+        return None
+    wanted = "--ckpt.load_best True" if best else "--ckpt.load_enable True"
+    raise RunError(
+        f"{wanted}: {groups[0].config.ckpt.path} holds no such checkpoint that is intact; leave the option out"
+    )

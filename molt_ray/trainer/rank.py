@@ -89,6 +89,15 @@ class LearningRank(Rank):
         """Tags of the complete checkpoints, oldest first."""
         return [folder.name for folder in self.checkpoints.found()]
 
+    def best(self) -> str | None:
+        return self.checkpoints.best().get("tag")
+
+    def intact(self, tag: str) -> bool:
+        return self.checkpoints.intact(tag)
+
+    def evaluated(self, tag: str, metric: str, value: float) -> bool:
+        return self.checkpoints.evaluated(tag, metric, value)
+
     def load(self, tag: str | None = None) -> dict[str, Any] | None:
         return self.checkpoints.load(self.learner, tag)
 

@@ -104,20 +104,28 @@ def largest_gap(record: dict, models: dict[int, torch.nn.Module]) -> float:
 
 @pytest.mark.parametrize("form", ["env", "chat"])
 def test_three_asynchronous_steps(form: str, models: dict[str, Path], tmp_path: Path):
-    """Ids, log-probs, versions, exactly-once prompts; one refit a step; held-out prompts between; the export is the last version."""
+    """Ids, log-probs, versions, exactly-once prompts; one refit a step; held-out prompts between, each with a checkpoint of the weights that
+    answered; the export is the last version."""
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join((models["last_digit"] / "prompts.jsonl").read_text().splitlines(keepends=True)[:12]))
     agent = ROOT / f"agents/last_digit_{form}.py"
-    evaluation = {"eval__dataset": held_out, "eval__steps": 2, "eval__n_samples_per_prompt": 2}
-    config = configure(models["last_digit"], tmp_path / form, train__agent_path=agent, **evaluation)
+    evaluation = {"eval__dataset": held_out, "eval__steps": 1, "eval__n_samples_per_prompt": 2}
+    best = {"ckpt__save_steps": -1, "ckpt__best_metric_key": "eval/pass1"}
+    config = configure(models["last_digit"], tmp_path / form, train__agent_path=agent, **evaluation, **best)
     asyncio.run(graphs.rl.train(config, form))
 
     evaluations = [json.loads(line) for line in (Path(config.run.dir) / "eval.jsonl").read_text().splitlines()]
     assert [(e["step"], e["version"], e["eval/num_prompts"]) for e in evaluations] == [
         (0, 0, 12),
+        (1, 1, 12),
         (2, 2, 12),
         (3, 3, 12),
     ]
+    kept = json.loads((Path(config.ckpt.path) / "best.json").read_text())
+    top = max(evaluations, key=lambda e: e["eval/pass1"])  # the first of equal ones
+    assert kept == {"tag": f"step-{top['step']:06d}", "metric": "eval/pass1", "value": top["eval/pass1"]}
+    state = json.loads((Path(config.ckpt.path) / kept["tag"] / "client_state.json").read_text())
+    assert state["version"] == top["version"]  # and below the log-probs of that version are those of these weights
 
     metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2, 3] and [m["version"] for m in metrics] == [1, 2, 3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ def keep_two(mesh: Any, model: Path, folder: Path) -> Any:
 
     learner, checkpoints = make_learner(mesh, model), Checkpoints(folder, 2, 60)
     nothing = checkpoints.load(learner)
+    (folder / "e.partial").mkdir(parents=True)  # as a run that was killed while it wrote left it
+    (folder / "e.partial" / "complete").touch()
     for tag in ("b", "a", "d", "c"):
         checkpoints.save(learner, tag, {"tag": tag})
     checkpoints.finish()
@@ -84,8 +87,122 @@ def test_newest_complete_ones_are_kept_and_an_incomplete_one_is_not_loaded(
 ) -> None:
     nothing, kept, loaded = run_ranks(keep_two, 1, models["dense"], tmp_path)[0]
     assert nothing is None
-    assert kept == ["d", "c"] and not (tmp_path / "b").exists()
+    assert kept == ["d", "c"] and not (tmp_path / "b").exists() and not (tmp_path / "e.partial").exists()
     assert loaded == {"tag": "d"}
+
+
+def keep_the_best(mesh: Any, model: Path, folder: Path) -> Any:
+    from molt_ray.trainer.checkpoint import Checkpoints
+
+    learner = make_learner(mesh, model)
+    weights, news = {}, []
+    for number, value in enumerate((0.1, 0.5, 0.3, 0.5, 0.2)):
+        checkpoints = Checkpoints(folder, 2, 60)  # each as after a resume
+        checkpoints.save(learner, str(number), {"tag": number})
+        weights[number] = parameters(learner)
+        steps(mesh, learner, range(number, number + 1))  # the evaluation ends when the weights have moved on
+        news.append(checkpoints.evaluated(str(number), "eval/pass1", value))
+    kept = [path.name for path in checkpoints.found()]
+    best = checkpoints.load(learner, checkpoints.best()["tag"])
+    difference = largest_difference(weights[1], parameters(learner))
+    newest = checkpoints.load(learner)
+    other = checkpoints.evaluated("4", "eval/exact", 0.0)  # by another measure: the old best does not stand
+    return news, kept, best, difference, newest, other, checkpoints.load(learner, checkpoints.best()["tag"])
+
+
+def test_the_best_is_kept_beside_the_newest_with_the_weights_that_were_evaluated(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    for news, kept, best, difference, newest, other, then in run_ranks(keep_the_best, 2, models["dense"], tmp_path)[:1]:
+        assert news == [True, True, False, False, False] and kept == ["1", "3", "4"]
+        assert best == {"tag": 1} and difference == 0.0 and newest == {"tag": 4}
+        assert other and then == {"tag": 4}
+
+
+def damage_the_newest(mesh: Any, model: Path, folder: Path, how: str) -> Any:
+    from molt_ray.errors import RunError
+    from molt_ray.trainer.checkpoint import Checkpoints
+
+    learner, checkpoints = make_learner(mesh, model), Checkpoints(folder, 0, 60)
+    for tag in ("a", "b"):
+        checkpoints.save(learner, tag, {"tag": tag})
+    checkpoints.finish()
+
+    def harm(tag: str) -> None:
+        file = sorted((folder / tag).glob("*.distcp"))[0]
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        if how == "missing":
+            file.unlink()
+        elif how == "marker":
+            (folder / tag / "complete").write_text('{"saved_at": 1')
+        else:
+            file.write_bytes(content if how == "flipped" else content[:-100])
+
+    harm("b")
+    loaded = checkpoints.load(learner)
+    harm("a")
+    try:
+        checkpoints.load(learner)
+    except RunError as e:
+        return loaded, str(e)
+
+
+@pytest.mark.parametrize("how", ["flipped", "short", "missing", "marker"])
+def test_a_damaged_newest_checkpoint_is_passed_over(how: str, models: dict[str, Path], tmp_path: Path) -> None:
+    loaded, error = run_ranks(damage_the_newest, 1, models["dense"], tmp_path, how)[0]
+    assert loaded == {"tag": "a"} and "no checkpoint in it is intact" in error
+
+
+def fill_the_disk(mesh: Any, model: Path, folder: Path, cap: bool) -> Any:
+    import resource
+
+    from molt_ray.trainer.checkpoint import Checkpoints
+
+    learner, checkpoints = make_learner(mesh, model), Checkpoints(folder, 3, 60)
+    checkpoints.save(learner, "a", {"tag": "a"})
+    checkpoints.finish()
+    if cap:  # a file system on which no file of that size finds room any more
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    checkpoints.save(learner, "b", {"tag": "b"})
+    try:
+        checkpoints.finish()
+    except BaseException as e:  # torch's CheckpointException is none of Exception
+        error = f"{type(e).__name__} {e}"
+    left = sorted(path.name for path in folder.iterdir())
+    loaded = checkpoints.load(learner)
+    if cap:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        checkpoints.save(learner, "c", {"tag": "c"})
+        checkpoints.finish()
+        assert checkpoints.load(learner) == {"tag": "c"}
+    return error, left, loaded
+
+
+def test_a_full_disk_is_told_and_leaves_the_checkpoint_before_it(models: dict[str, Path], tmp_path: Path) -> None:
+    for error, left, loaded in run_ranks(fill_the_disk, 2, models["dense"], tmp_path, True):
+        assert "File too large" in error and left == ["a"] and loaded == {"tag": "a"}
+
+
+def test_a_full_file_system(models: dict[str, Path], tmp_path: Path) -> None:
+    """ENOSPC from a small tmpfs; needs the right to mount one."""
+    size = sum(file.stat().st_size for file in models["dense"].rglob("*.safetensors"))
+    mount = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        f"size={4 * size}",
+        "tmpfs",
+        tmp_path,
+    ]  # a checkpoint takes three times the weights
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no right to mount a tmpfs")
+    try:
+        for error, left, loaded in run_ranks(fill_the_disk, 2, models["dense"], tmp_path, False):
+            assert "No space left" in error and left == ["a"] and loaded == {"tag": "a"}
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 def fail_to_write(mesh: Any, model: Path, folder: Path) -> Any:
