@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import reasoning_gym  # noqa: F401 - so that a child spends its 3.5 s before the first deadline runs
+
 from molt_ray.agents import Result, bounded
 from molt_ray.answers import AnswerForm, find_answer
 from molt_ray.tasks import Verdict, verify
@@ -15,6 +17,10 @@ class Options:
     stop: list[str] = field(default_factory=list)  # texts that end the reply, such as a newline after a few-shot prompt
 
 
+def judge(label: dict[str, Any], answer: str) -> Verdict:
+    return verify(label, answer)
+
+
 async def rewarded(reply: str, length: int, label: dict[str, Any], options: Options) -> Result:
     """The verdict of the family's verifier as a Result; `length` in tokens. A reply without an answer is verified as an empty one.
 
@@ -22,7 +28,7 @@ async def rewarded(reply: str, length: int, label: dict[str, Any], options: Opti
     """
     answer = find_answer(reply, options.answer)
     try:
-        verdict = await bounded(verify, label, answer or "", timeout_s=options.verify_s)
+        verdict = await bounded(judge, label, answer or "", timeout_s=options.verify_s)
     except TimeoutError:
         verdict = Verdict(0.0, "timeout")
     exact = float(verdict.score == 1)

@@ -67,6 +67,11 @@ def refuse_what_is_in_use(config: Config) -> None:
     if not config.ckpt.load_enable and any(Path(config.ckpt.path).glob("*/complete")):
         remedy = "holds checkpoints already; go on with them by --ckpt.load_enable True, or give another folder"
         refuse("ckpt.path", config.ckpt.path, remedy)
+    refuse_running_name(config)
+
+
+def refuse_running_name(config: Config) -> None:
+    """Two runs of one name would sweep each other's applications. Raises ConfigError."""
     try:
         ray.get_actor(actor_name(config.run.name), namespace=NAMESPACE)
     except ValueError:

@@ -12,7 +12,7 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray.data
 from ray import serve
@@ -20,6 +20,8 @@ from ray import serve
 from graphs.graph import Edge, Graph, Node
 from graphs.held_out import HeldOut, tag_of
 from graphs.lifecycle import Timer, refuse_what_is_in_use, stop_on_signals, together
+from graphs.pool import make_pool, step_limit
+from graphs.serving import AgentForm, declare_serving, start_workers, workers_of
 from molt_ray import resources
 from molt_ray.algorithm.advantage import advantage_values, estimator_of
 from molt_ray.algorithm.kl_controller import KlController
@@ -28,57 +30,33 @@ from molt_ray.engine.fleet import Fleet
 from molt_ray.experience import Row
 from molt_ray.handoff import StepPlan, plan_step, quiet_data, to_datasets
 from molt_ray.metrics import MetricsLog, rollout_metrics, stage_report
-from molt_ray.record import write_records
+from molt_ray.record import RECORD_S, write_records
 from molt_ray.rollout.dispatcher import Dispatcher
 from molt_ray.rollout.evaluator import Evaluator
 from molt_ray.rollout.filters import group_filter
 from molt_ray.rollout.pool import Group, GroupPool
-from molt_ray.rollout.prompts import PromptOrder, digest_of, read_held_out, read_prompts
+from molt_ray.rollout.prompts import read_held_out, read_prompts
 from molt_ray.trainer.group import CriticGroup, ReferenceGroup, TrainerGroup, load_together
-from serve_apps import agents, capture
-from serve_apps.deploy import app_name, deploy, release, sweep, wait_running
+from serve_apps.deploy import release, sweep
 
-AgentForm = Literal["env", "chat"]
 WATCH_S = 5.0  # between looks at the engines while no batch comes
-RECORD_S = 600.0
 
 
 def declare(config: Config, form: AgentForm, *, gpus: bool) -> Graph:
-    """The nodes and edges of a run; a ChatAgent needs the capture endpoint, an Env does not."""
-    workers = config.rollout.max_runners or config.rollout.num_runners
-    tp = config.vllm.tensor_parallel_size if gpus else 0
-    nodes = [
-        Node("AgentWorker", "Serve: runs the agent", workers, resources.AGENT_WORKER_CPUS, 0, "rollout.num_runners"),
-        Node("PolicyEngine", "Serve: vLLM", config.vllm.num_engines, resources.ENGINE_CPUS, tp, "vllm.num_engines"),
-        Node(
-            "TrainerRank",
-            "actors: FSDP2",
-            config.world_size,
-            resources.TRAINER_CPUS,
-            int(gpus),
-            "actor.num_gpus_per_node",
-        ),
-    ]
-    nodes += scoring_nodes(config, int(gpus))
-    edges = [
+    """The nodes and edges of a run."""
+    cpus, size = resources.TRAINER_CPUS, config.world_size
+    trainers = Node("TrainerRank", "actors: FSDP2", size, cpus, int(gpus), "actor.num_gpus_per_node")
+    scorers = scoring_nodes(config, int(gpus))
+    graph = declare_serving(config, form, gpus=gpus)
+    graph.nodes[2:2] = [trainers, *scorers]
+    graph.edges[:0] = [
         Edge("GroupPool", "AgentWorker", "prompts, a group a call"),
         Edge("AgentWorker", "GroupPool", "light rows, references to packs"),
         Edge("GroupPool", "TrainerRank", "Ray Data: rows and references of a batch"),
         Edge("TrainerRank", "PolicyEngine", "weights"),
-        *(Edge(node.name, "TrainerRank", "a column per token, by reference") for node in nodes[3:]),
+        *(Edge(node.name, "TrainerRank", "a column per token, by reference") for node in scorers),
     ]
-    if form == "env":
-        return Graph(nodes, [*edges, Edge("AgentWorker", "PolicyEngine", "token ids")])
-    endpoint = Node(
-        "Capture",
-        "Serve: the endpoint of the SDKs",
-        config.capture.num_replicas,
-        resources.CAPTURE_CPUS,
-        0,
-        "capture.num_replicas",
-    )
-    calls = [Edge("AgentWorker", "Capture", "HTTP, any SDK"), Edge("Capture", "PolicyEngine", "token ids")]
-    return Graph([*nodes, endpoint], [*edges, *calls])
+    return graph
 
 
 def scoring_nodes(config: Config, gpus: int) -> list[Node]:
@@ -228,9 +206,8 @@ class Loop:
         """Records, checkpoint and metrics of a finished step."""
         self.step += 1
         if self.config.run.record:
-            file = self.log.folder / "rollouts" / f"step-{self.step:06d}.parquet"
             with Timer(step.seconds, "record"):
-                await asyncio.wait_for(write_records.remote(str(file), self.step, step.rows), RECORD_S)
+                await self.record(step, trained)
         if self.config.ckpt.save_steps > 0 and self.step % self.config.ckpt.save_steps == 0:
             with Timer(step.seconds, "checkpoint"):
                 await self.save()
@@ -254,6 +231,19 @@ class Loop:
             "version": self.version,
         }
         self.log.write(self.step, values)
+
+    async def record(self, step: Step, trained: dict[str, float]) -> None:
+        """Writes the batch to the run's folder, with what jobs/replay.py needs to train it again and compare."""
+        file = self.log.folder / "rollouts" / f"step-{self.step:06d}.parquet"
+        notes = {
+            "version": step.plan.version,
+            "kl_coef": step.plan.kl_coef,
+            "frozen": step.plan.frozen,
+            "optimizer_steps": self.trainers.total_steps,
+            "metrics": trained,
+            "weights": await self.trainers.weights_digest(),
+        }
+        await asyncio.wait_for(write_records.remote(str(file), self.step, step.rows, notes), RECORD_S)
 
     async def save(self) -> None:
         """A checkpoint of the weights after this step, unless there is one; the files are written while training goes on."""
@@ -327,7 +317,7 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
                 agent_workers=start_workers(config, form),
                 **{name: group.start() for name, group in ranks.items()},
             )
-        dispatcher.workers = serve.get_deployment_handle("AgentWorker", app_name(config.run.name, "agents"))
+        dispatcher.workers = workers_of(config)
         log = MetricsLog(Path(config.run.dir), config.run.name, step_limit(config, len(prompts)))
         stack.callback(conclude, log, startup)
         evaluator = Evaluator(config, held_out, dispatcher.workers) if held_out else None
@@ -344,16 +334,6 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
                 await trainers.export(config.ckpt.output_dir)
 
 
-def make_pool(config: Config, prompts: list[dict[str, Any]]) -> GroupPool:
-    digest = digest_of(prompts)
-    return GroupPool(
-        PromptOrder(len(prompts), episodes=config.train.num_episodes, seed=config.train.seed, digest=digest),
-        groups_per_batch=config.groups_per_batch,
-        max_staleness=config.train.max_staleness,
-        max_retries=config.rollout.max_retries,
-    )
-
-
 def conclude(log: MetricsLog, startup: dict[str, float]) -> None:
     """The curve and the report of where the time went."""
     log.close()
@@ -366,22 +346,6 @@ async def let_go(config: Config, dispatcher: Dispatcher) -> None:
     """Cancels the rollouts, so that nothing keeps the workers, and has Serve delete the applications."""
     await dispatcher.close()
     release(config.run.name)
-
-
-async def start_workers(config: Config, form: AgentForm) -> None:
-    """The agent workers, and the capture endpoint where the agent needs it."""
-    run = config.run.name
-    applications = {app_name(run, "agents"): agents.app(config)}
-    if form == "chat":
-        applications[app_name(run, "capture")] = capture.app(config)
-    deploy(applications, routes={app_name(run, "capture"): f"/{run}"})
-    await asyncio.gather(*(wait_running(name, config.vllm.start_timeout_s) for name in applications))
-
-
-def step_limit(config: Config, prompts: int) -> int:
-    """Rollout batches of the whole run, when no prompt fails or is filtered."""
-    batches = -(-prompts * config.train.num_episodes // config.groups_per_batch)
-    return batches if config.train.max_steps is None else min(batches, config.train.max_steps)
 
 
 def critic_group(config: Config, prompts: int) -> CriticGroup:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 from train import launch
 
 from molt_ray.config import Config, ConfigError
 
 
-async def export(config: Config) -> None:
+async def export(config: Config, folder: Path) -> None:
+    """Writes the model of the checkpoint to `folder`. Raises ConfigError when there is no checkpoint."""
     from molt_ray.trainer.group import TrainerGroup, load_together
 
     trainers = TrainerGroup(config, total_optimizer_steps=None)
@@ -19,8 +21,8 @@ async def export(config: Config) -> None:
         state = await load_together([trainers], best=config.ckpt.load_best)
         if state is None:
             raise ConfigError(f"--ckpt.path {config.ckpt.path!r}: holds no complete checkpoint")
-        await trainers.export(config.ckpt.output_dir)
-        print(f"step {state['step']} exported to {config.ckpt.output_dir}")
+        await trainers.export(str(folder))
+        print(f"step {state['step']} exported to {folder}", flush=True)
     finally:
         await trainers.shutdown()
 
@@ -28,7 +30,7 @@ async def export(config: Config) -> None:
 def run(config: Config, plan_only: bool) -> int:
     if plan_only:
         raise ConfigError("--plan: an export has none; leave it out")
-    asyncio.run(export(config))
+    asyncio.run(export(config, Path(config.ckpt.output_dir)))
     return 0
 
 

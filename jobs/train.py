@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+from graphs.graph import Graph
 from molt_ray.command_line import own_functions_from, parse
 from molt_ray.config import Config, ConfigError
 from molt_ray.errors import RunError
@@ -32,21 +36,35 @@ def own_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def attach(local: bool) -> None:
-    """Connects to Ray. Raises ConfigError when there is no cluster to attach to."""
+@contextlib.contextmanager
+def attached(local: bool) -> Iterator[None]:
+    """Connected to Ray. Afterwards nothing of this process may call Ray again: it would attach to whatever cluster it finds, so what is left
+    to be collected is collected before. Raises ConfigError when there is no cluster to attach to."""
     import ray
 
     try:
         ray.init(address="local" if local else "auto", namespace="molt", log_to_driver=True, logging_level="WARNING")
     except ConnectionError as e:
         raise ConfigError(f"no Ray cluster answers ({e}); start one with `ray start --head`, or add --local") from e
+    try:
+        yield
+    finally:
+        gc.collect()
+        ray.shutdown()
 
 
 def run(config: Config, plan_only: bool) -> int:
-    """Checks the graph against the cluster, then trains. Returns the exit status."""
+    """Checks the graph against the cluster, then trains, or samples alone. Returns the exit status."""
+    from graphs import rl, rollout
+
+    graph, work = (rollout, rollout.rollout) if config.train.rollout_only else (rl, rl.train)
+    return sample_with(config, plan_only, graph.declare, work)
+
+
+def sample_with(config: Config, plan_only: bool, declare: Callable[..., Graph], work: Callable[..., Any]) -> int:
+    """Checks agent, engines and the graph that `declare` gives, then does `work(config, form of the agent, seconds so far)`."""
     import ray
 
-    from graphs.rl import declare, train
     from molt_ray.agents.load import load_runner, options_of
     from molt_ray.agents.runners import ChatAgentRunner
     from molt_ray.engine.arguments import check_engine_arguments
@@ -68,7 +86,7 @@ def run(config: Config, plan_only: bool) -> int:
         return bool(problems)
     if problems:
         raise ConfigError("\n".join(problems))
-    asyncio.run(train(config, form, {"imports and Ray": time.monotonic() - BEGUN}))
+    asyncio.run(work(config, form, {"imports and Ray": time.monotonic() - BEGUN}))
     return 0
 
 
@@ -93,8 +111,8 @@ def launch(argv: list[str], program: str, description: str | None, work: Callabl
     """Attaches to Ray and does `work(config, plan only)`. Returns the exit status: 2 for options at fault, 1 for a run that ended."""
     try:
         options, config = configured(argv, description)
-        attach(options.local)
-        return work(config, options.plan)
+        with attached(options.local):
+            return work(config, options.plan)
     except ConfigError as e:
         print(f"{program}: {e}", file=sys.stderr)
         return 2

@@ -6,6 +6,8 @@ What one option alone may hold stands at its definition in molt_ray/config.py.
 
 from __future__ import annotations
 
+import re
+
 from molt_ray.config import Config, refuse
 
 GROUP_ESTIMATORS = frozenset({"grpo", "dr_grpo", "reinforce_baseline", "rloo"})  # they compare the samples of a group
@@ -49,7 +51,15 @@ def check_prompts(c: Config) -> None:
         refuse(
             "data.tools_key", data.tools_key, "only the chat template shows tools: set --data.apply_chat_template True"
         )
-    if c.ckpt.best_metric_key and not (c.eval.dataset or c.eval.task_size):
+    held_out = c.eval.dataset or c.eval.datasets
+    if c.eval.dataset and c.eval.datasets:
+        refuse("eval.datasets", c.eval.datasets, "excludes --eval.dataset: leave one of them out")
+    for name, file in c.eval.datasets.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or not isinstance(file, str) or not file:
+            refuse("eval.datasets", {name: file}, "names, in letters, digits, - and _, of files")
+    if c.train.rollout_only and c.ckpt.load_enable:
+        refuse("train.rollout_only", True, "samples the model as it is: leave --ckpt.load_enable out, or export first")
+    if c.ckpt.best_metric_key and not (held_out or c.eval.task_size):
         remedy = "needs an evaluation: give --eval.dataset or --eval.task_size"
         refuse("ckpt.best_metric_key", c.ckpt.best_metric_key, remedy)
     if not data.tasks:
@@ -63,7 +73,7 @@ def check_prompts(c: Config) -> None:
         ("data.label_key", data.label_key, "--data.tasks make their labels: leave it out"),
         ("data.tools_key", data.tools_key, "--data.tasks have no tools: leave it out"),
         ("data.image_key", data.image_key, "--data.tasks have no images: leave it out"),
-        ("eval.dataset", c.eval.dataset, "with --data.tasks, prompts are held out by --eval.task_size"),
+        ("eval.dataset", held_out, "with --data.tasks, prompts are held out by --eval.task_size"),
     ):
         if value:
             refuse(option, value, remedy)

@@ -89,7 +89,10 @@ def absolute(config: Config, root: Path) -> Config:
     )
     file = config.data.prompt_dataset
     data = config.data.model_copy(update={"prompt_dataset": file and str(root / file)})
-    held_out = config.eval.model_copy(update={"dataset": config.eval.dataset and str(root / config.eval.dataset)})
+    sets = {name: str(root / file) for name, file in config.eval.datasets.items()}
+    held_out = config.eval.model_copy(
+        update={"dataset": config.eval.dataset and str(root / config.eval.dataset), "datasets": sets}
+    )
     models = {}
     for name in ("actor", "ref", "critic"):
         section = getattr(config, name)

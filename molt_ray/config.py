@@ -364,6 +364,8 @@ class TrainConfig(Section):
     """No token is trained more than so many policy versions behind; 0: strictly on-policy."""
     stale_groups: Literal["hold", "abort"] = "hold"
     """A group that reaches the bound holds the next refit, or is aborted and its prompt rolled out again."""
+    rollout_only: bool = False
+    """Sample batches as in training and train nothing: what generation can do here, in tokens a second."""
     partial_rollout_enable: bool = True
     """Refit under running requests (paused, then resumed on the new weights) instead of waiting for them."""
     seed: int = 42
@@ -373,6 +375,8 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     dataset: str = ""
     """Held-out prompts, a file like data.prompt_dataset and with its columns. Empty: no evaluation."""
+    datasets: JsonDict = {}
+    """Several files of held-out prompts instead, by a name that their scores carry: eval/NAME/pass1 beside eval/pass1 over all."""
     task_size: int = Field(default=0, ge=0)
     """Held-out prompts that data.tasks makes beside those of the training, none of which they repeat. 0: no evaluation."""
     task_seed: int = 1
@@ -387,7 +391,7 @@ class EvalConfig(Section):
     batch_size: int | None = Field(default=None, ge=1)
     """Rollouts of the evaluation in progress at once. None: rollout.batch_size."""
     n_samples_per_prompt: int = Field(default=1, ge=1)
-    """Rollouts of each held-out prompt: pass1 is their mean score, pass<n> that of the best."""
+    """Rollouts of each held-out prompt: pass1 is their mean score, pass<k> the expected best of k of them."""
     temperature: float | None = Field(default=None, ge=0)
     """None: rollout.temperature; 0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)

@@ -127,6 +127,17 @@ class Row:
         record["images"] = json.dumps([dataclasses.asdict(image) for image in self.images])
         return record
 
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Row:
+        """The row that `to_record` made this of, without packs. Raises ValueError when another schema wrote it."""
+        if record["schema"] != SCHEMA_VERSION:
+            raise ValueError(f"a record of schema {record['schema']}, this code reads {SCHEMA_VERSION}")
+        given = {f.name: record[f.name] for f in dataclasses.fields(cls) if f.name != "packs"}
+        given["turns"] = [Turn(**turn) for turn in json.loads(record["turns"])]
+        given["info"] = json.loads(record["info"])
+        given["images"] = [PlacedImage(**image) for image in json.loads(record["images"])]
+        return cls(**given)
+
 
 @dataclass(slots=True)
 class Experience:

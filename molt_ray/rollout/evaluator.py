@@ -29,24 +29,50 @@ class Evaluation:
     version: int
     groups: list[list[Row]] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
+    sets: list[str] = field(
+        default_factory=list
+    )  # of each group, the name of its data set; empty when there is one without a name
+
+    @property
+    def action_tokens(self) -> int:
+        """Sampled tokens of all rollouts."""
+        return sum(row.action_tokens for rows in self.groups for row in rows)
 
     def metrics(self) -> dict[str, float]:
-        """`pass1`: mean score per rollout (avg@n); `pass1_se`: its standard error over prompts; `pass<n>`: mean of each prompt's best;
-        and the mean of each info the agent gave, with its standard error."""
-        groups = [one_per_rollout(rows) for rows in self.groups]
-        scores = [[row.score for row in rollouts] for rollouts in groups]
-        out = {"eval/num_prompts": float(len(scores)), "eval/failed_prompts": float(self.failed.total())}
-        if not scores:
-            return out
-        out |= mean_and_error("eval/pass1", [sum(s) / len(s) for s in scores])
-        if (n := max(map(len, scores))) > 1:
-            out |= mean_and_error(f"eval/pass{n}", [max(s) for s in scores])
-        for key in sorted({key for rollouts in groups for row in rollouts for key in row.info}):
-            given = [[row.info[key] for row in rollouts if key in row.info] for rollouts in groups]
-            out |= mean_and_error(f"eval/{key}", [sum(v) / len(v) for v in given if v])
-        every = [row for rows in self.groups for row in rows]
-        out["eval/response_length_mean"] = sum(row.action_tokens for row in every) / sum(map(len, scores))
+        """The numbers of `scores_of` over all prompts (eval/…), and over those of each named data set (eval/NAME/…)."""
+        out = {"eval/num_prompts": float(len(self.groups)), "eval/failed_prompts": float(self.failed.total())}
+        out |= scores_of("eval", self.groups)
+        for name in sorted(set(self.sets)):
+            mine = [rows for rows, own in zip(self.groups, self.sets, strict=True) if own == name]
+            out |= {f"eval/{name}/num_prompts": float(len(mine)), **scores_of(f"eval/{name}", mine)}
         return out
+
+
+def scores_of(prefix: str, groups: list[list[Row]]) -> dict[str, float]:
+    """`pass1`: mean score per rollout (avg@n); `pass<k>`, for powers of two up to n and for n: best of k, estimated from n; the mean of each
+    info that the agent gave. Each with its standard error over prompts (`_se`). Segments of a rollout count once. Nothing without a prompt."""
+    if not groups:
+        return {}
+    rollouts = [one_per_rollout(rows) for rows in groups]
+    scores = [[row.score for row in mine] for mine in rollouts]
+    n = max(map(len, scores))
+    out = {}
+    for k in sorted({2**i for i in range(n.bit_length())} | {n}):
+        out |= mean_and_error(f"{prefix}/pass{k}", [best_of(k, own) for own in scores if len(own) >= k])
+    for key in sorted({key for mine in rollouts for row in mine for key in row.info}):
+        given = [[row.info[key] for row in mine if key in row.info] for mine in rollouts]
+        out |= mean_and_error(f"{prefix}/{key}", [sum(v) / len(v) for v in given if v])
+    tokens = sum(row.action_tokens for rows in groups for row in rows)
+    return out | {f"{prefix}/response_length_mean": tokens / sum(map(len, scores))}
+
+
+def best_of(k: int, scores: list[float]) -> float:
+    """The expected highest of k scores drawn without replacement: unbiased, where taking the best of the first k is noisy.
+
+    Of scores 0 and 1 it is 1 - C(n - c, k) / C(n, k) with c ones: pass@k of Chen et al. 2021 (arXiv 2107.03374), eq. 1.
+    """
+    draws = math.comb(len(scores), k)
+    return sum(math.comb(below, k - 1) * score for below, score in enumerate(sorted(scores))) / draws
 
 
 def mean_and_error(name: str, values: list[float]) -> dict[str, float]:
@@ -103,6 +129,8 @@ class Evaluator:
         for row in rows:
             row.packs.clear()  # the payload is not looked at: let the store have it back
         evaluation.groups.append(rows)
+        if "set" in self.prompts[index]:
+            evaluation.sets.append(self.prompts[index]["set"])
 
     def task(self, index: int, name: str) -> GroupTask:
         return GroupTask.of(

@@ -9,6 +9,7 @@ A pure state machine, without clocks, actors or payloads. What always holds:
 4. Groups in flight, finished or in training never exceed (max_staleness + 1) * groups_per_batch slots. A slot is free again
    when its group was trained and the engines refitted, or at once when it was filtered or failed.
 5. The version only goes up.
+6. An event costs the same however many groups are in flight: what decides about a batch are counts by version, of which there are few.
 
 Light rows of a waiting group are kept sealed (one compressed pickle a group, some 50 bytes a segment): as objects, 20,000 rows
 would take 40 MB of the driver.
@@ -72,6 +73,8 @@ class GroupPool:
         self.outcomes: Counter[str] = Counter()  # trained, filtered/<reason>, failed/<reason>
         self.retries: Counter[str] = Counter()  # by reason
         self._again: deque[Group] = deque()  # whose prompts are rolled out again
+        self._flying: Counter[int] = Counter()  # groups in flight by the version of their dispatch
+        self._waiting: Counter[int] = Counter()  # finished groups likewise
 
     @property
     def slots(self) -> int:
@@ -99,24 +102,27 @@ class GroupPool:
                 break
             group = Group(f"{key}-a{attempt}", key, self.version, attempt, failures)
             self.in_flight[group.group_id] = group
+            self._flying[group.version] += 1
             started.append(group)
         return started
 
     def finished(self, group_id: str, rows: list[Row]) -> None:
         """A group is whole: all its rollouts have a reward."""
-        self.in_flight[group_id].seal(rows)
-        self.ready[group_id] = self.in_flight.pop(group_id)
+        group = self._landed(group_id)
+        group.seal(rows)
+        self.ready[group_id] = group
+        self._waiting[group.version] += 1
 
     def filtered(self, group_id: str, reason: str) -> None:
         """A whole group is not trained; its slot is free at once, so the next prompt takes its place."""
-        self._settle(self.in_flight.pop(group_id), f"filtered/{reason}")
+        self._settle(self._landed(group_id), f"filtered/{reason}")
 
     def failed(self, group_id: str, reason: str, *, retry: bool = True) -> bool:
         """A group could not be finished. Returns True when its prompt is tried again, False when it counts as failed.
 
         `retry`: another try may help; the worker has tried each rollout again by itself already.
         """
-        group = self.in_flight.pop(group_id)
+        group = self._landed(group_id)
         group.failures += 1
         if retry and group.failures <= self.max_retries:
             self.retries[reason] += 1
@@ -127,7 +133,7 @@ class GroupPool:
 
     def abort(self, group_id: str) -> None:
         """Gives up a group that reached the bound; its prompt is rolled out again, which is not held against it."""
-        group = self.in_flight.pop(group_id)
+        group = self._landed(group_id)
         self.retries["stale"] += 1
         self._again.append(group)
 
@@ -137,24 +143,28 @@ class GroupPool:
             return False
         full = len(self.ready) >= self.groups_per_batch
         last = not (self.in_flight or self._again or self.order.remaining)
-        return (full or last) and not self._left_behind(version, self.in_flight)
+        return (full or last) and not self._left_behind(version, self._flying)
 
     def take_batch(self, version: int) -> list[Group]:
         """The groups to train at `version`, oldest first. Raises when `batch_ready` does not hold."""
         if not self.batch_ready(version):
             raise RuntimeError(f"no batch is ready for version {version}: {self.describe()}")
-        batch = self._oldest()
+        batch = sorted(self.ready.values(), key=lambda g: g.version)[: self.groups_per_batch]
         for group in batch:
+            self._waiting[group.version] -= 1
             self.training[group.group_id] = self.ready.pop(group.group_id)
+        self._waiting = +self._waiting  # without versions of which none is left
         return batch
 
     def holding(self, version: int) -> list[str]:
         """Groups in flight that alone keep the batch of `version` waiting: at their bound while enough others are finished."""
         if len(self.ready) < self.groups_per_batch:
             return []
-        overdue = [g for g in self.in_flight.values() if g.version + self.max_staleness <= version]
-        younger = {i: g for i, g in self.in_flight.items() if g.version + self.max_staleness > version}
-        return [] if self._left_behind(version, younger) else [g.group_id for g in overdue]
+        bound = version - self.max_staleness
+        younger = Counter({dispatched: n for dispatched, n in self._flying.items() if dispatched > bound})
+        if younger.total() == self._flying.total() or self._left_behind(version, younger):
+            return []
+        return [g.group_id for g in self.in_flight.values() if g.version <= bound]
 
     def refitted(self, version: int, trained: list[Group]) -> None:
         """The engines hold `version`, which `trained` went into: their slots are free and their prompts have their outcome."""
@@ -179,17 +189,23 @@ class GroupPool:
         self.outcomes = Counter(state["outcomes"])
         self.retries = Counter(state["retries"])
 
-    def _oldest(self) -> list[Group]:
-        return sorted(self.ready.values(), key=lambda g: g.version)[: self.groups_per_batch]
+    def _landed(self, group_id: str) -> Group:
+        group = self.in_flight.pop(group_id)
+        self._flying[group.version] -= 1
+        if not self._flying[group.version]:
+            del self._flying[group.version]
+        return group
 
-    def _left_behind(self, version: int, in_flight: dict[str, Group]) -> bool:
-        """Would some group miss its bound if the oldest finished ones were trained at `version` now?"""
-        taken = {g.group_id for g in self._oldest()}
-        rest = [g for g in (*self.ready.values(), *in_flight.values()) if g.group_id not in taken]
-        deadlines = Counter(max(g.version + self.max_staleness, version) for g in rest)
+    def _left_behind(self, version: int, in_flight: Counter[int]) -> bool:
+        """Would some group miss its bound if the oldest finished ones were trained at `version` now? `in_flight`: groups by version."""
+        rest, room = Counter(in_flight), self.groups_per_batch
+        for dispatched, n in sorted(self._waiting.items()):
+            taken = min(n, room)
+            room -= taken
+            rest[dispatched] += n - taken
         due = 0
         for later in range(version, version + self.max_staleness + 1):
-            due += deadlines[later]
+            due += sum(n for dispatched, n in rest.items() if max(dispatched + self.max_staleness, version) == later)
             if due > (later - version) * self.groups_per_batch:
                 return True
         return False

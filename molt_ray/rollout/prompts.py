@@ -125,14 +125,18 @@ def read_prompts(data: DataConfig) -> list[dict[str, Any]]:
 
 
 def read_held_out(config: Config) -> list[dict[str, Any]]:
-    """The prompts of `eval.dataset`, all of them, or `eval.task_size` of data.tasks that the training has not; none without such an option."""
+    """The prompts of `eval.dataset`, all of them, or of each of `eval.datasets` with its name as `set`, or `eval.task_size` of data.tasks that the
+    training has not; none without such an option."""
     data, held_out = config.data, config.eval
     if held_out.task_size:
         training = {row["prompt"] for row in generate(data.tasks, data.task_size, data.task_seed)}
         return [templated(row, data) for row in generate(data.tasks, held_out.task_size, held_out.task_seed, training)]
-    if not held_out.dataset:
-        return []
-    return read_file(data.model_copy(update={"prompt_dataset": held_out.dataset, "max_samples": None}))
+    files = held_out.datasets or ({"": held_out.dataset} if held_out.dataset else {})
+    rows = []
+    for name, file in files.items():
+        read = read_file(data.model_copy(update={"prompt_dataset": file, "max_samples": None}))
+        rows += [row | {"set": name} for row in read] if name else read
+    return rows
 
 
 def templated(row: dict[str, Any], data: DataConfig) -> dict[str, Any]:

@@ -34,6 +34,10 @@ BEST = "best.json"  # which checkpoint, and by what
 CHUNK = 2**24
 
 
+class CheckpointError(RunError):
+    """A checkpoint that could not be written, or none that can be read."""
+
+
 class Checkpoints:
     """The checkpoints of one run, one object per rank; `save`, `finish` and `load` are called by all ranks together."""
 
@@ -71,10 +75,13 @@ class Checkpoints:
                 write_whole(partial / MARKER, {"saved_at": time.time(), "files": sums(partial)})
                 put_in_place(partial, target)
                 self.prune()
-        except BaseException as e:
+        except BaseException as e:  # torch's own is none of Exception
+            free = shutil.disk_usage(self.folder).free
+            error = CheckpointError(f"{target} could not be written, {free / 1e6:.0f} MB are free there: {e!r}")
+            error.__cause__ = e
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)  # the space is needed, and nobody will load it
-            done.set_exception(e)
+            done.set_exception(error)
         else:
             done.set_result(None)
 
@@ -87,12 +94,12 @@ class Checkpoints:
     def load(self, learner: Learner | CriticLearner, tag: str | None = None) -> dict[str, Any] | None:
         """Restores the newest intact checkpoint, or that of the tag, and returns its client state; None when there is none.
 
-        A rank that the checkpoint has no RNG state of (it was saved by fewer) goes on with its own. Raises RunError when all are damaged.
+        A rank that the checkpoint has no RNG state of (it was saved by fewer) goes on with its own. Raises CheckpointError when all are damaged.
         """
         self.finish()
         choice = [self.choose(tag) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(choice, src=0)  # one rank's view of the storage for all
-        if isinstance(choice[0], RunError):
+        if isinstance(choice[0], CheckpointError):
             raise choice[0]
         if choice[0] is None:
             return None
@@ -111,7 +118,7 @@ class Checkpoints:
             restore_random_state(torch.load(own, weights_only=True))
         return json.loads((target / "client_state.json").read_text())
 
-    def choose(self, tag: str | None) -> Path | RunError | None:
+    def choose(self, tag: str | None) -> Path | CheckpointError | None:
         """The checkpoint to load: the first intact one, newest first. Says which were passed over, and why."""
         found = [path for path in self.found()[::-1] if tag in (None, path.name)]
         for path in found:
@@ -119,7 +126,9 @@ class Checkpoints:
                 return path
         if not found:
             return None
-        return RunError(f"--ckpt.path {str(self.folder)!r}: no checkpoint in it is intact; give another, or start anew")
+        return CheckpointError(
+            f"--ckpt.path {str(self.folder)!r}: no checkpoint in it is intact; give another, or start anew"
+        )
 
     def intact(self, tag: str) -> bool:
         """Whether the complete checkpoint `tag` is as it was written; says what is wrong with one that is not."""

@@ -157,6 +157,7 @@ class LearningGroup(RankGroup):
 
     def __init__(self, config: Config, *, total_optimizer_steps: int | None):
         super().__init__(config, total_optimizer_steps)
+        self.total_steps = total_optimizer_steps
 
     async def save(self, tag: str, client_state: dict[str, Any]) -> None:
         """Takes a checkpoint; returns when the state is staged, the files are written meanwhile. Raises what the save before it raised."""
@@ -191,6 +192,10 @@ class LearningGroup(RankGroup):
     async def load(self, tag: str | None = None) -> dict[str, Any] | None:
         """Restores the newest intact checkpoint, or that of the tag; its client state, or None when there is none."""
         return (await self.call("load", tag, timeout_s=START_TIMEOUT_S))[0]
+
+    async def weights_digest(self) -> list[str]:
+        """Digests of the ranks' parts of the weights, by rank: equal for equal weights on as many ranks."""
+        return await self.call("weights_digest", timeout_s=self.config.fsdp.timeout_s)
 
     async def evaluated(self, tag: str, metric: str, value: float) -> bool:
         """Notes what the weights of checkpoint `tag` came to; whether that is the best so far. Waits until the checkpoint is complete."""

@@ -95,6 +95,11 @@ class LearningRank(Rank):
     def intact(self, tag: str) -> bool:
         return self.checkpoints.intact(tag)
 
+    def weights_digest(self) -> str:
+        from molt_ray.trainer.weights import digest
+
+        return digest(self.learner.model)
+
     def evaluated(self, tag: str, metric: str, value: float) -> bool:
         return self.checkpoints.evaluated(tag, metric, value)
 

@@ -6,6 +6,7 @@ memory for whole tensors is bounded by one decoder layer; all ranks gather in th
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator
 
@@ -111,3 +112,12 @@ def announce(more: bool) -> bool:
     word = torch.tensor([more], dtype=torch.uint8)
     dist.broadcast(word, src=0)
     return bool(word.item())
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Of this rank's part of the parameters, bit for bit: 16 hex digits. No collective."""
+    out = hashlib.blake2b(digest_size=8)
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        out.update(local.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return out.hexdigest()

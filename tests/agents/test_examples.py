@@ -104,7 +104,7 @@ async def test_the_calculator_answers_text(replies, reward, told):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"anwser": "tagged"}, r"\['anwser'\]: no such options; the agent has \['answer', 'stop'\]"),
+        ({"anwser": "tagged"}, r"\['anwser'\]: no such options; the agent has \['answer', 'stop', 'verify_s'\]"),
         ({"answer": "loud"}, "answer: Input should be 'whole'"),
         ({"stop": 3}, "stop: Input should be a valid list"),
     ],

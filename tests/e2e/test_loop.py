@@ -23,6 +23,7 @@ from ray import serve
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import graphs.replay
 import graphs.rl
 from molt_ray.command_line import parse
 from molt_ray.config import Config
@@ -156,10 +157,12 @@ def test_three_asynchronous_steps(form: str, models: dict[str, Path], tmp_path: 
 
 
 def test_a_resumed_run_goes_on_where_it_stopped(models: dict[str, Path], tmp_path: Path):
-    """No prompt twice, versions above all that were published, steps counted on."""
-    short = configure(models["last_digit"], tmp_path / "resume", train__max_steps=2)
+    """No prompt twice, versions above all that were published, steps counted on; and what it recorded, before the stop and after, trains again to
+    the same losses and weights without an engine."""
+    same = {"actor__lr_warmup_ratio": 0}  # or the number of steps would count
+    short = configure(models["last_digit"], tmp_path / "resume", train__max_steps=2, **same)
     asyncio.run(graphs.rl.train(short, "env"))
-    longer = configure(models["last_digit"], tmp_path / "resume", train__max_steps=4, ckpt__load_enable=True)
+    longer = configure(models["last_digit"], tmp_path / "resume", train__max_steps=4, ckpt__load_enable=True, **same)
     asyncio.run(graphs.rl.train(longer, "env"))
 
     metrics = read_metrics(Path(longer.run.dir) / "metrics.jsonl")
@@ -168,6 +171,11 @@ def test_a_resumed_run_goes_on_where_it_stopped(models: dict[str, Path], tmp_pat
     records = records_of(longer)
     assert len({r["prompt_id"] for r in records}) == 32
     assert all(v >= 3 for r in records if r["step"] > 2 for v in r["versions"] if v >= 0)
+
+    folder = Path(longer.run.dir) / "rollouts"
+    assert asyncio.run(graphs.replay.replay(short, folder)) == 0
+    other = configure(models["last_digit"], tmp_path / "resume", actor__entropy_coef=0.01, **same)
+    assert asyncio.run(graphs.replay.replay(other, folder)) == 4
 
 
 def test_reference_and_critic_take_part_and_come_back(models: dict[str, Path], tmp_path: Path):

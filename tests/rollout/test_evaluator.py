@@ -1,6 +1,7 @@
 """Evaluation: scores per rollout and prompt, one policy version, failures beside the score instead of in it."""
 
 import asyncio
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from molt_ray.config import Config
 from molt_ray.errors import RunError
 from molt_ray.experience import Row
 from molt_ray.rollout import evaluator as module
-from molt_ray.rollout.evaluator import Evaluation, Evaluator
+from molt_ray.rollout.evaluator import Evaluation, Evaluator, best_of
 from molt_ray.rollout.messages import GroupTask, GroupUpdate
 
 
@@ -43,6 +44,26 @@ def test_scores_are_per_rollout_and_their_error_per_prompt():
     assert metrics["eval/pass1_se"] == pytest.approx(math.sqrt((0 + 0.25 + 0.25) / 2 / 3))  # of 0.5, 0, 1
     assert metrics["eval/exact"] == 0.5 and metrics["eval/num_prompts"] == 3
     assert metrics["eval/response_length_mean"] == pytest.approx(14 / 6)
+
+
+def test_the_best_of_k_is_what_every_choice_of_k_comes_to_on_average():
+    for scores in ([0.0, 1.0, 1.0, 0.0, 0.0], [0.3, -1.0, 0.7, 0.7]):
+        for k in range(1, len(scores) + 1):
+            every = [max(chosen) for chosen in itertools.combinations(scores, k)]
+            assert best_of(k, scores) == pytest.approx(sum(every) / len(every))
+    n, c, k = 5, 2, 3
+    assert best_of(k, [1.0] * c + [0.0] * (n - c)) == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k))
+
+
+def test_scores_of_several_data_sets_stand_beside_those_of_all_prompts():
+    groups = [[row(i, j, float(i == 0 or j == 0)) for j in range(6)] for i in range(3)]
+    metrics = Evaluation(3, groups, sets=["easy", "hard", "hard"]).metrics()
+    passes = {name: value for name, value in metrics.items() if "pass" in name and not name.endswith("_se")}
+    assert set(passes) == {f"eval/{name}pass{k}" for name in ("", "easy/", "hard/") for k in (1, 2, 4, 6)}
+    assert metrics["eval/easy/pass1"] == 1.0 and metrics["eval/hard/pass1"] == pytest.approx(1 / 6)
+    assert metrics["eval/hard/pass2"] == pytest.approx(1 / 3) and metrics["eval/hard/pass6"] == 1.0
+    assert metrics["eval/pass1"] == pytest.approx(4 / 9)
+    assert metrics["eval/hard/num_prompts"] == 2
 
 
 def test_an_empty_evaluation_says_so():
