@@ -126,6 +126,9 @@ class Session:
     lease_until: float
     sampling: dict[str, Any] = field(default_factory=dict)  # defaults of calls that leave a setting out
     seed: int | None = None
+    checked: dict[str, list[Any]] = field(
+        default_factory=dict
+    )  # messages that the serving layer has accepted, by request class
     histories: Histories = field(default_factory=Histories)
     running: set[Exchange] = field(default_factory=set)
     outcomes: dict[str, Any] = field(default_factory=dict)  # request key -> finished output, for retries

@@ -34,6 +34,7 @@ from molt_ray.capture.tree import Placement
 from molt_ray.config import Config, ConfigError
 from molt_ray.engine.api_images import Taken, take_images
 from molt_ray.engine.capture_client import CaptureEngineClient, Stream
+from molt_ray.engine.chat_routes import ChatRoutes
 from molt_ray.engine.messages import CaptureMessages, refuse
 from molt_ray.engine.models import put_first
 from molt_ray.engine.responses import CaptureResponses
@@ -72,7 +73,7 @@ async def build_gate(config: Config, sessions: Sessions, stream: Stream, images:
     app.state.openai_serving_responses.__class__ = CaptureResponses
     app.state.anthropic_serving_messages.__class__ = CaptureMessages
     put_first(app)
-    return SessionGate(app, sessions, limit=config.data.max_len)
+    return SessionGate(ChatRoutes(app), sessions, limit=config.data.max_len)
 
 
 def api_arguments(config: Config) -> Any:
