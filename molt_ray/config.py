@@ -307,6 +307,8 @@ class CaptureConfig(Section):
     image_hosts: tuple[str, ...] = ()
     """Hosts from which images given as http(s) URLs are fetched; data URIs need none. `*`: every host with public addresses only; one in a
     private network must be named."""
+    max_body_mb: float = Field(default=64.0, gt=0)
+    """A request of more megabytes is refused (413): 64 hold a million tokens of text and some twenty photographs."""
     lease_s: float = Field(default=60.0, gt=0)
     """A session whose worker is gone for so many seconds is reaped."""
 

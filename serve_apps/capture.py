@@ -117,7 +117,8 @@ class Capture:
         headers = {name: value for name, value in request.headers.items() if name not in HOP_HEADERS}
         query = f"?{request.url.query}" if request.url.query else ""
         url = f"http://{owner}/s/{rest}{query}"
-        outgoing = self.http.build_request(request.method, url, headers=headers, content=await request.body())
+        content = request.stream() if request.method == "POST" else None
+        outgoing = self.http.build_request(request.method, url, headers=headers, content=content)
         try:
             answer = await self.http.send(outgoing, stream=True)
         except httpx.TransportError as e:

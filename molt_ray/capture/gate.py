@@ -54,10 +54,10 @@ RETRY_HEADER = b"x-stainless-retry-count"  # of the OpenAI and Anthropic SDKs: 0
 
 
 class SessionGate:
-    """`limit` is the context budget in tokens, named in errors."""
+    """`limit` is the context budget in tokens, named in errors; `max_body` the bytes of a request that are read at most."""
 
-    def __init__(self, app: App, sessions: Sessions, *, limit: int) -> None:
-        self.app, self.sessions, self.limit = app, sessions, limit
+    def __init__(self, app: App, sessions: Sessions, *, limit: int, max_body: int) -> None:
+        self.app, self.sessions, self.limit, self.max_body = app, sessions, limit, max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -81,6 +81,9 @@ class SessionGate:
                 return await answer(send, 204, None)
             if not ROUTES.fullmatch(route):
                 raise SessionError(404, f"no such route in a session: {scope['method']} {route}")
+            length = header(scope, b"content-length")
+            if length.isdigit() and int(length) > self.max_body:
+                raise SessionError(413, too_large(self.max_body))
         except SessionError as e:
             return await answer(send, e.status, error_body(dialect, e.status, e.message))
         exchange = Exchange(session, retry=retried(scope))
@@ -89,8 +92,8 @@ class SessionGate:
 
     async def serve(self, exchange: Exchange, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs one request behind the gate to its end."""
-        incoming = Incoming(exchange, receive)
-        outgoing = Outgoing(exchange, dialect, self.limit, send)
+        incoming = Incoming(exchange, receive, self.max_body)
+        outgoing = Outgoing(exchange, dialect, self, send)
         pump = asyncio.ensure_future(incoming.pump())
         EXCHANGE.set(exchange)
         exchange.session.running.add(exchange)
@@ -107,21 +110,25 @@ class SessionGate:
 class Incoming:
     """The request as the API reads it. Ends it early by telling the API that its client is gone."""
 
-    def __init__(self, exchange: Exchange, receive: Receive) -> None:
-        self.exchange, self.source = exchange, receive
+    def __init__(self, exchange: Exchange, receive: Receive, max_body: int) -> None:
+        self.exchange, self.source, self.max_body = exchange, receive, max_body
         self.queue: asyncio.Queue[ASGIMessage] = asyncio.Queue()
         self.gone = asyncio.Event()
 
     async def pump(self) -> None:
         """Reads on whether or not the API does, so that a vanished client is noticed at once."""
-        body = b""
+        digest, length = hashlib.blake2b(digest_size=16), 0
         while True:
             message = await self.source()
             if message["type"] == "http.disconnect":
                 return self.end("disconnected")
-            body += message.get("body", b"")
+            piece = message.get("body", b"")
+            digest.update(piece)
+            length += len(piece)
+            if length > self.max_body:  # of a client that did not say so before
+                return self.end("too large")
             if not message.get("more_body"):
-                self.exchange.request_key = hashlib.blake2b(body, digest_size=16).hexdigest()
+                self.exchange.request_key = digest.hexdigest()
             self.queue.put_nowait(message)
 
     def end(self, reason: str) -> None:
@@ -139,8 +146,8 @@ class Incoming:
 class Outgoing:
     """The reply on its way out: errors are put into the client's dialect, and a whole reply marks its turns as delivered."""
 
-    def __init__(self, exchange: Exchange, dialect: Dialect, limit: int, send: Send) -> None:
-        self.exchange, self.dialect, self.limit, self.sink = exchange, dialect, limit, send
+    def __init__(self, exchange: Exchange, dialect: Dialect, gate: SessionGate, send: Send) -> None:
+        self.exchange, self.dialect, self.gate, self.sink = exchange, dialect, gate, send
         self.status = 0
         self.held = b""  # of an error, until it is whole
         self.started = False
@@ -176,11 +183,13 @@ class Outgoing:
         if self.complete or self.started:
             return
         self.complete = True
-        if self.exchange.ended:
+        if self.exchange.ended == "too large":
+            status, body = 413, error_body(self.dialect, 413, too_large(self.gate.max_body))
+        elif self.exchange.ended:
             status = 410 if self.exchange.ended == "closed" else 499  # nobody waits for the others any more
             body = error_body(self.dialect, status, f"this request was ended: {self.exchange.ended}")
         elif self.exchange.too_long:
-            status, body = 400, too_long_body(self.dialect, self.exchange.too_long, self.limit)
+            status, body = 400, too_long_body(self.dialect, self.exchange.too_long, self.gate.limit)
         else:
             status, body = self.status or 500, self.translated()
         await answer(self.sink, status, body)
@@ -195,6 +204,10 @@ class Outgoing:
         message = error.get("message") or error.get("detail") or "no answer" if isinstance(error, dict) else str(error)
         param = error.get("param") if isinstance(error, dict) else None
         return error_body(self.dialect, self.status or 500, str(message), param=param)
+
+
+def too_large(max_body: int) -> str:
+    return f"a request may have {max_body} bytes: send less, or raise capture.max_body_mb"
 
 
 async def answer(send: Send, status: int, body: dict[str, Any] | None) -> None:

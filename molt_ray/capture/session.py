@@ -98,7 +98,7 @@ class Exchange:
     placement: Placement | None = None
     turns: list[SampledTurn] = field(default_factory=list)
     too_long: int = 0  # tokens of a prompt over the budget
-    ended: str = ""  # why it was ended early: closed, replaced, disconnected
+    ended: str = ""  # why it was ended early: closed, replaced, disconnected, too large
     end: Callable[[str], None] = lambda reason: None  # ends it early; set by whoever serves the request
     done: asyncio.Event = field(default_factory=asyncio.Event)
     seen_as: list[Exchange] = field(default_factory=list)  # itself until it is over: what contexts hold
@@ -129,7 +129,9 @@ class Session:
     checked: dict[str, list[Any]] = field(
         default_factory=dict
     )  # messages that the serving layer has accepted, by request class
-    histories: Histories = field(default_factory=Histories)
+    histories: dict[str, Histories] = field(
+        default_factory=dict
+    )  # by the way in which content is shown to the template
     running: set[Exchange] = field(default_factory=set)
     outcomes: dict[str, Any] = field(default_factory=dict)  # request key -> finished output, for retries
     stored: StoredResponses = field(default_factory=StoredResponses)

@@ -73,7 +73,8 @@ async def build_gate(config: Config, sessions: Sessions, stream: Stream, images:
     app.state.openai_serving_responses.__class__ = CaptureResponses
     app.state.anthropic_serving_messages.__class__ = CaptureMessages
     put_first(app)
-    return SessionGate(ChatRoutes(app), sessions, limit=config.data.max_len)
+    max_body = int(config.capture.max_body_mb * 1e6)
+    return SessionGate(ChatRoutes(app), sessions, limit=config.data.max_len, max_body=max_body)
 
 
 def api_arguments(config: Config) -> Any:

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ValidationError
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from vllm.entrypoints.anthropic.api_router import create_messages
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
@@ -44,7 +44,7 @@ class ChatRoutes:
     """An ASGI application in front of vLLM's."""
 
     def __init__(self, app: FastAPI) -> None:
-        self.app = app
+        self.app, self.state = app, app.state
         handlers = {kind: handler for kind, handler in app.exception_handlers.items() if kind is not Exception}
         known_errors = ExceptionMiddleware(respond, handlers=handlers)
         self.chat: App = ServerErrorMiddleware(known_errors, handler=app.exception_handlers[Exception])
@@ -56,7 +56,10 @@ class ChatRoutes:
             return await self.app(scope, receive, send)
         scope = {**scope, "app": self.app}
         request = Request(scope, receive, send)
-        body = await request.body()
+        try:
+            body = await request.body()
+        except ClientDisconnect:  # nothing to answer; the gate knows why
+            return
         kind, _ = ROUTES[scope["path"]]
         checked = read(exchange.session, kind, body) if is_json(scope) else None
         if checked is None:

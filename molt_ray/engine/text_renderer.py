@@ -14,7 +14,7 @@ from vllm.renderers.chat_utils import has_non_text_content, parse_chat_messages
 from vllm.renderers.hf import HfRenderer, resolve_chat_template_content_format, safe_apply_chat_template
 
 from molt_ray.capture.gate import EXCHANGE
-from molt_ray.capture.history import History
+from molt_ray.capture.history import Histories, History
 from molt_ray.capture.session import Exchange
 
 # A text up to this length is encoded in the event loop: 10 ms. A longer one, where a segment opens, by vLLM's threads.
@@ -87,7 +87,7 @@ class TextRenderer(HfRenderer):
             model_config=self.model_config,
         )
         try:
-            return exchange.session.histories.of(messages, show)
+            return exchange.session.histories.setdefault(content_format, Histories()).of(messages, show)
         except NotText:
             return None
 

@@ -93,7 +93,7 @@ class Kitchen:
 
     def __init__(self, family: Family, gate: Any, sessions: Any, stream: FamilyStream) -> None:
         self.family, self.gate, self.sessions, self.stream = family, gate, sessions, stream
-        self.client = gate.app.app.state.engine_client
+        self.client = gate.app.state.engine_client
         self.template = self.client.replies.renderer.template
         self.asked: dict[str, list[Asked]] = {}
         renderer = self.client.replies.renderer

@@ -108,7 +108,7 @@ async def test_a_warm_session_sends_the_ids_of_a_cold_one(endpoint, monkeypatch,
             for turn in range(4):
                 messages = await (chat if dialect == "openai" else anthropic)(http, endpoint, one, messages, turn)
                 if cold:
-                    one.histories.kept.clear()
+                    one.histories.clear()
         assert not one.tree.breaks and len(one.tree.segments()) == 1
         prompts.append(endpoint.stream.prompts)
     assert prompts[0] == prompts[1]

@@ -227,7 +227,7 @@ async def test_a_client_that_leaves_while_waiting_aborts_its_turn(endpoint):
         finally:
             endpoint.stream.closed.append("hanging")
 
-    client = endpoint.gate.app.app.state.engine_client
+    client = endpoint.gate.app.state.engine_client
     original, client.stream = client.stream, hanging
     try:
         task = asyncio.ensure_future(endpoint.openai(session).chat.completions.create(model="policy", messages=[USER]))
