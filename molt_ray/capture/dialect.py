@@ -27,7 +27,10 @@ def error_body(
 ) -> dict[str, Any]:
     if dialect == "anthropic":
         kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        # By these details the SDK's tool runner knows that it has to send its history whole.
+        unsupported = {"error_code": "thread_unsupported_request", "unsupported": [param]}
+        details = {"details": unsupported} if param == "thread" else {}
+        return {"type": "error", "error": {"type": kind, "message": message, **details}}
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code or OPENAI_CODES.get(status)}}
 

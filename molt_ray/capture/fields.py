@@ -177,7 +177,9 @@ MESSAGES = {
     **refused("kv_transfer_params ec_transfer_params", ENGINE_SIDE),
     **refused("vllm_xargs", ENGINE_SIDE, {}),
     **refused("container mcp_servers", ELSEWHERE, []),
-    **refused("context_management", EXACT),
+    **refused("thread", "history is sent whole, which the SDK's tool runner does by itself when it reads this answer"),
+    **refused("context_management compaction", EXACT),
+    **ignored("fallbacks fallback_credit_token billing_policy", ONE_SERVICE),
 }
 COUNTED = "messages model system tools tool_choice thinking output_config chat_template_kwargs cache_control speed"
 COUNT_TOKENS = {name: MESSAGES[name] for name in [*COUNTED.split(), "user_profile_id", "workspace_id"]}
@@ -195,10 +197,12 @@ FIELDS: dict[str, dict[str, Field]] = {
 def refusal(route: str, given: Mapping[str, Any]) -> tuple[str, str] | None:
     """(field, why) of the first field that the request asks something by that a session cannot do; None when there is none."""
     for name, value in given.items():
+        if value is None:
+            continue  # an SDK's helpers write null for what they leave out
         field = FIELDS[route].get(name)
         if field is None:
             return name, f"unknown field {name!r}: leave it out"
-        if field.answer == "refused" and value is not None and value not in field.harmless:
+        if field.answer == "refused" and value not in field.harmless:
             return name, f"{name}={value!r:.80} cannot be used in a session: {field.why}"
     return None
 

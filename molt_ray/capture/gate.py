@@ -202,7 +202,7 @@ class Outgoing:
             whole = {"message": self.held.decode(errors="replace") or "no answer"}
         error = whole.get("error", whole) if isinstance(whole, dict) else {}
         message = error.get("message") or error.get("detail") or "no answer" if isinstance(error, dict) else str(error)
-        param = error.get("param") if isinstance(error, dict) else None
+        param = self.exchange.refused or (error.get("param") if isinstance(error, dict) else None)
         return error_body(self.dialect, self.status or 500, str(message), param=param)
 
 

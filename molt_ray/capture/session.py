@@ -97,6 +97,7 @@ class Exchange:
     text: str = ""
     placement: Placement | None = None
     turns: list[SampledTurn] = field(default_factory=list)
+    refused: str = ""  # the field that the session cannot honour
     too_long: int = 0  # tokens of a prompt over the budget
     ended: str = ""  # why it was ended early: closed, replaced, disconnected, too large
     end: Callable[[str], None] = lambda reason: None  # ends it early; set by whoever serves the request

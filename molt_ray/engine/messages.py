@@ -12,6 +12,7 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.exceptions import VLLMValidationError
 
 from molt_ray.capture.fields import refusal
+from molt_ray.capture.gate import EXCHANGE
 
 
 class CaptureMessages(AnthropicServingMessages):
@@ -32,4 +33,5 @@ class CaptureMessages(AnthropicServingMessages):
 def refuse(route: str, given: dict[str, Any]) -> None:
     """Raises VLLMValidationError for a field that a session cannot honour."""
     if (found := refusal(route, given)) is not None:
+        EXCHANGE.get().refused = found[0]
         raise VLLMValidationError(found[1], parameter=found[0])
