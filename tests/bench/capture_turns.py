@@ -154,13 +154,17 @@ async def serve(pipe: Any, model: str, template: str, spaced: bool) -> None:
     sock, plain = bind("127.0.0.1"), bind("127.0.0.1")
     address = f"127.0.0.1:{sock.getsockname()[1]}"
     sessions = Sessions(SessionIds(b"bench"), address, lease_s=3600)
-    await start(await build_gate(config, sessions, stub), sock)
+    await start(await build_gate(config, sessions, stub, no_images), sock)
     await start(await vllm_app(config, stub), plain)
     opened = [sessions.open({"group_id": "g"}) for _ in range(SESSIONS)]
     urls = [(f"http://{address}/s/{s.id}", s.key) for s in opened]
     direct = await direct_ms(stub)
     pipe.send(Ready(os.getpid(), urls, f"http://127.0.0.1:{plain.getsockname()[1]}", direct))
     await asyncio.to_thread(pipe.recv)
+
+
+async def no_images(images: Any, group_id: str) -> list[Any]:
+    raise RuntimeError("this conversation has no images")
 
 
 async def direct_ms(stub: StubEngine) -> float:

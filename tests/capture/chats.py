@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,8 +107,9 @@ class Kitchen:
             tools, generation = rest.pop("tools", None), rest.pop("add_generation_prompt", True)
             messages = json.loads(json.dumps(conversation))
             text = self.template.render(messages, tools, generation, **rest)
-            # The exact ids are what vLLM itself makes of the request.
-            assert self.template.encode(text) == list(engine_input["prompt_token_ids"])
+            # The exact ids are what vLLM itself makes of the request, in one piece and with nothing kept.
+            rendered = self.rendered(taken.messages, kwargs) if exchange.text else engine_input["prompt_token_ids"]
+            assert self.template.encode(text) == list(rendered)
             tree = exchange.session.tree
             out = placed(exchange, request, conversation, engine_input, kwargs, taken)
             self.asked.setdefault(exchange.session.id, []).append(
@@ -141,6 +143,20 @@ class Kitchen:
         stops = frozenset(tokenizer.convert_tokens_to_ids(list(family.stops)))
         stream = FamilyStream(tokenizer, family=family, stop_ids=stops)
         return cls(family, await build_gate(config, sessions, stream, stream.images), sessions, stream)
+
+    def rendered(self, messages: list[Any], kwargs: dict[str, Any]) -> list[int]:
+        """The ids of a request by vLLM's own renderer."""
+        from vllm.renderers import ChatParams, TokenizeParams
+        from vllm.renderers.hf import HfRenderer
+
+        renderer = self.client.renderer
+        given = {k: v for k, v in kwargs.items() if k not in ("chat_template", "return_dict")}
+        params = ChatParams(
+            chat_template=kwargs.get("chat_template"), chat_template_content_format="auto", chat_template_kwargs=given
+        )
+        _, prompt = HfRenderer.render_messages(renderer, copy.deepcopy(messages), params)
+        whole = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
+        return HfRenderer.tokenize_prompt(renderer, prompt, whole)["prompt_token_ids"]
 
     def parsed(self, exchange: Any, prompt: str, text: str) -> list[dict[str, Any]]:
         """The messages that vLLM's parsers make of a text after `prompt`. Letters that spell a special token are such a token, or not."""
