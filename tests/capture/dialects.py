@@ -7,6 +7,8 @@ reply from what the SDK parsed.
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import itertools
 import json
 from dataclasses import dataclass, field
@@ -14,6 +16,11 @@ from typing import Any
 
 import anthropic
 import openai
+
+from molt_ray.capture.gate import EXCHANGE
+
+from .oracle import Asked, Rules
+from .oracle import check as oracle
 
 CHATS = ("chat", "responses", "messages")  # dialects with messages
 DIALECTS = (*CHATS, "completions")
@@ -47,6 +54,47 @@ class Reply:
         return self.texts[0]
 
 
+class Watch:
+    """Notes what the tree of a session is asked, for the oracle."""
+
+    def __init__(self, endpoint: Any, session: Any) -> None:
+        self.endpoint, self.session, self.asked = endpoint, session, []
+        self.replies = endpoint.gate.app.state.engine_client.replies
+        self.placed, session.tree.place = session.tree.place, self.place
+
+    def place(self, messages: Any, tools: Any, template: Any, rendered_ids: Any, kwargs: Any, **known: Any) -> Any:
+        exchange, tree, copied = EXCHANGE.get(), self.session.tree, copy.deepcopy(messages)
+        text = template.render(copied, tools, True, **kwargs)
+        placement = self.placed(messages, tools, template, rendered_ids, kwargs, **known)
+        parse = functools.partial(self.parse, exchange, template)
+        self.asked.append((placement, Asked(copied, tools, kwargs, text, [], parse, len(tree.turns))))
+        return placement
+
+    def parse(self, exchange: Any, template: Any, text: str, prompt: str) -> list[dict[str, Any]]:
+        """The messages that the endpoint could deliver for the text after the prompt."""
+        from vllm.outputs import CompletionOutput
+
+        head, ids = template.encode(prompt), template.encode(text)
+        out = [self.replies.whole(exchange.request, head, text, ids)]
+        if exchange.request.stream:
+            reply = self.replies.streamed(exchange.request, head)
+            for at in range(0, len(ids), self.endpoint.stream.chunk):
+                part = ids[at : at + self.endpoint.stream.chunk]
+                end = "stop" if at + len(part) == len(ids) else None
+                reply.add(CompletionOutput(0, template.decode(part), part, None, None, finish_reason=end))
+            out.append(reply.message())
+        return out
+
+    def check(self) -> None:
+        """Raises AssertionError unless each turn stands where the oracle puts it."""
+        for placement, asked in self.asked:
+            asked.turns = [t for t in self.session.tree.turns if t.placement is placement]
+        template = self.replies.renderer.template
+        end = frozenset([self.endpoint.tokenizer.eos_token_id])
+        rules = Rules(("<|im_end|>",), end, ("<|im_end|>",), frozenset())
+        oracle(self.session.tree, [asked for _, asked in self.asked if asked.turns], template, rules)
+
+
 class Talk:
     """A conversation of one client in one session."""
 
@@ -54,6 +102,7 @@ class Talk:
         self.endpoint, self.session, self.dialect = endpoint, session, dialect
         self.streaming, self.blocking = streaming, blocking
         self.messages: list[Any] = []
+        self.watch = Watch(endpoint, session)
         url = endpoint.url(session)
         if dialect == "messages":
             self.client = ANTHROPIC[blocking].with_options(base_url=url, api_key=session.key)
