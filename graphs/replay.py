@@ -35,6 +35,12 @@ async def replay(config: Config, folder: Path) -> int:
     quiet_data()
     files = recorded_steps(folder)
     first, _ = await recorded(files[0])
+    if "weights" not in first:
+        refuse(
+            "batches",
+            str(folder),
+            "holds rollouts that were sampled alone (--train.rollout_only): nothing was trained on them",
+        )
     trainers = TrainerGroup(config, total_optimizer_steps=first["optimizer_steps"])
     differing = 0
     try:

@@ -22,6 +22,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--batches", type=Path)
     own, others = parser.parse_known_args(argv)
+    batches = own.batches and own.batches.absolute()  # tasks that read it have folders of their own
 
     def run(config: Config, plan_only: bool) -> int:
         import ray
@@ -34,9 +35,7 @@ def main(argv: list[str]) -> int:
             print(graph.render(cluster))
         if problems := graph.problems(cluster):
             raise ConfigError("\n".join(problems))
-        return (
-            0 if plan_only else int(asyncio.run(replay(config, own.batches or Path(config.run.dir) / "rollouts")) > 0)
-        )
+        return 0 if plan_only else int(asyncio.run(replay(config, batches or Path(config.run.dir) / "rollouts")) > 0)
 
     return launch(others, "jobs/replay.py", __doc__, run)
 

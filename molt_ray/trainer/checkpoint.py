@@ -77,9 +77,12 @@ class Checkpoints:
                 self.prune()
         except BaseException as e:  # torch's own is none of Exception
             free = shutil.disk_usage(self.folder).free
-            error = CheckpointError(f"{target} could not be written, {free / 1e6:.0f} MB are free there: {e!r}")
+            error = CheckpointError(
+                f"{target} could not be written, {free / 1e6:.0f} MB are free there: {type(e).__name__}: {e}"
+            )
             error.__cause__ = e
             if dist.get_rank() == 0:
+                print(f"checkpoint {error}", flush=True)  # now: who waits for the save may do so much later
                 shutil.rmtree(partial, ignore_errors=True)  # the space is needed, and nobody will load it
             done.set_exception(error)
         else:

@@ -63,6 +63,7 @@ async def test_a_raw_prompt_with_stops_and_a_compacted_conversation(cluster, mod
             env = RolloutWorker(raw, engine=EngineClient(RUN), template=template)
             chat = RolloutWorker(long, capture=CaptureClient(RUN))
             answers = [await run(env, n=8, **question), await run(chat, n=2, prompt=messages, label="x")]
+            await env.close()
     finally:
         await fleet.stop()
     by_env, by_chat = answers
