@@ -7,6 +7,7 @@ call gets that call's output again; closing the generator aborts the call.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -67,10 +68,7 @@ class CaptureEngineClient(EngineClient):
             yield again
             return
         self.adjust(sampling_params, exchange)
-        # The engine would find it, too, but an error from another process is one of the server's, not the client's.
-        sampling_params.verify(
-            self.model_config, None, self.vllm_config.structured_outputs_config, self.renderer.get_tokenizer()
-        )
+        self.verify(sampling_params)
         recording = Recording(exchange, sampling_params, self.replies)
         wanted = {name: value for name, value in options.items() if value is not None and name in FORWARDED}
         outputs = self.stream(
@@ -95,6 +93,15 @@ class CaptureEngineClient(EngineClient):
         if done is not None:
             exchange.turns = session.tree.retried(exchange.request_key)
         return done
+
+    def verify(self, params: SamplingParams) -> None:
+        """Raises VLLMValidationError for what the engine would refuse: an error from another process is one of the server's, not the
+        client's. On a copy, because vLLM rewrites a grammar as it checks it, and the engine checks it again."""
+        checked = copy.copy(params)
+        checked.structured_outputs = copy.deepcopy(params.structured_outputs)
+        checked.verify(
+            self.model_config, None, self.vllm_config.structured_outputs_config, self.renderer.get_tokenizer()
+        )
 
     def adjust(self, params: SamplingParams, exchange: Exchange) -> None:
         session = exchange.session
