@@ -47,16 +47,15 @@ def declare(config: Config, form: AgentForm, *, gpus: bool) -> Graph:
     cpus, size = resources.TRAINER_CPUS, config.world_size
     trainers = Node("TrainerRank", "actors: FSDP2", size, cpus, int(gpus), "actor.num_gpus_per_node")
     scorers = scoring_nodes(config, int(gpus))
-    graph = declare_serving(config, form, gpus=gpus)
-    graph.nodes[2:2] = [trainers, *scorers]
-    graph.edges[:0] = [
+    serving = declare_serving(config, form, gpus=gpus)
+    edges = [
         Edge("GroupPool", "AgentWorker", "prompts, a group a call"),
         Edge("AgentWorker", "GroupPool", "light rows, references to packs"),
         Edge("GroupPool", "TrainerRank", "Ray Data: rows and references of a batch"),
         Edge("TrainerRank", "PolicyEngine", "weights"),
         *(Edge(node.name, "TrainerRank", "a column per token, by reference") for node in scorers),
     ]
-    return graph
+    return Graph([*serving.nodes, trainers, *scorers], [*edges, *serving.edges])
 
 
 def scoring_nodes(config: Config, gpus: int) -> list[Node]:

@@ -23,11 +23,8 @@ from molt_ray.rollout.prompts import read_prompts
 
 def declare(config: Config, form: AgentForm, *, gpus: bool) -> Graph:
     graph = declare_serving(config, form, gpus=gpus)
-    graph.edges += [
-        Edge("GroupPool", "AgentWorker", "prompts, a group a call"),
-        Edge("AgentWorker", "GroupPool", "rows"),
-    ]
-    return graph
+    edges = Edge("GroupPool", "AgentWorker", "prompts, a group a call"), Edge("AgentWorker", "GroupPool", "rows")
+    return Graph(graph.nodes, [*edges, *graph.edges])
 
 
 async def rollout(config: Config, form: AgentForm, startup: dict[str, float]) -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 
+from graphs import evaluate, replay, rl, rollout
 from graphs.graph import Edge, Graph, Node
+from molt_ray.config import Config
 
 
 def graph(ranks: int, gpus: float = 0) -> Graph:
@@ -28,3 +30,16 @@ def test_what_does_not_fit_is_named_with_the_option(ranks: int, gpus: float, clu
 
 def test_room_for_ray_data_is_kept():
     assert graph(2).problems({"CPU": 1.5}) != []
+
+
+def test_each_graph_declares_the_nodes_that_it_starts_and_edges_between_them():
+    sampling, outside = {"AgentWorker", "PolicyEngine"}, {"GroupPool", "Records"}
+    declared = {
+        "train": (rl.declare(Config(), "chat", gpus=False), {*sampling, "Capture", "TrainerRank"}),
+        "rollouts alone": (rollout.declare(Config(), "env", gpus=False), sampling),
+        "evaluation alone": (evaluate.declare(Config(), "chat", gpus=False), {*sampling, "Capture"}),
+        "replay": (replay.declare(Config(), gpus=False), {"TrainerRank"}),
+    }
+    for what, (made, nodes) in declared.items():
+        assert {node.name for node in made.nodes} == nodes, what
+        assert {end for edge in made.edges for end in (edge.source, edge.target)} - outside == nodes, what
