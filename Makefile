@@ -10,7 +10,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PATH
 
-.PHONY: train test lint bench stop clean
+.PHONY: train test test-agents lint bench stop clean
 
 # What the recipe names under build/ is made first; the mark is written last, so that what was interrupted is made again.
 BUILT := $(addsuffix /.made,$(shell grep -oE 'build/[A-Za-z0-9_.-]+' $(RECIPE) | sort -u))
@@ -25,6 +25,10 @@ test: .venv/ready
 	.venv/bin/ruff format --check .
 	.venv/bin/python -m pytest
 
+# Real agents, unchanged (docs/real_agents.md). `make test` skips them.
+test-agents: build/agents/ready
+	build/agents/bin/python -m pytest tests/real_agents
+
 lint: .venv/ready
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
@@ -37,6 +41,9 @@ clean:
 
 .venv/ready: pyproject.toml scripts/setup.sh
 	scripts/setup.sh
+
+build/agents/ready: pyproject.toml scripts/agents.sh | .venv/ready
+	scripts/agents.sh
 
 build/last_digit/.made: molt_ray/tiny.py | .venv/ready
 	.venv/bin/python -m molt_ray.tiny build/last_digit && touch $@

@@ -41,6 +41,10 @@ EXACT = "the context is exactly what the messages say: leave it out"
 ELSEWHERE = "sessions have no such service: leave it out"
 SCHEDULED = "all rollouts are scheduled alike: leave it out"
 ENGINE_SIDE = "it belongs to the engine's operator: leave it out"
+KEEP_ALL_THOUGHTS = {
+    "type": "clear_thinking_20251015",
+    "keep": "all",
+}  # Claude Code sends it: an edit that edits nothing
 
 # vLLM's own additions to OpenAI's and Anthropic's fields, alike in several dialects.
 SAMPLING = {
@@ -130,6 +134,7 @@ RESPONSES = {
     **TEMPLATE,
     **OPENAI,
     **honoured("metadata", "comes back with the response"),
+    **ignored("client_metadata", "labels that Codex puts in, for its maker's books"),
     **honoured("input instructions model stream top_logprobs"),
     **honoured("max_output_tokens", "the rollout's own max_tokens is an upper bound"),
     **honoured(
@@ -178,7 +183,8 @@ MESSAGES = {
     **refused("vllm_xargs", ENGINE_SIDE, {}),
     **refused("container mcp_servers", ELSEWHERE, []),
     **refused("thread", "history is sent whole, which the SDK's tool runner does by itself when it reads this answer"),
-    **refused("context_management compaction", EXACT),
+    **refused("context_management", EXACT, {"edits": []}, {"edits": [KEEP_ALL_THOUGHTS]}),
+    **refused("compaction", EXACT),
     **ignored("fallbacks fallback_credit_token billing_policy", ONE_SERVICE),
 }
 COUNTED = "messages model system tools tool_choice thinking output_config chat_template_kwargs cache_control speed"

@@ -197,3 +197,9 @@ async def test_a_judge_that_is_not_there_fails_the_rollout(endpoint, monkeypatch
 async def test_a_score_pattern_that_finds_nothing_is_refused(endpoint, options, said):
     with pytest.raises(AgentLoadError, match=said):
         judge(endpoint, [], **options)
+
+
+async def test_a_coding_agent_that_is_not_installed_is_named(endpoint):
+    label = {"files": {}, "check": ["true"]}
+    answer = await run(worker("codex_exec.py", endpoint, {"program": "no-such-agent"}), prompt="mend it", label=label)
+    assert answer.reasons == ["agent_error"] and "program='no-such-agent': no such program" in answer.failures[0].detail

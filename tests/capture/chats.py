@@ -128,20 +128,30 @@ class Kitchen:
         renderer.placed = noted
 
     @classmethod
-    async def open(cls, family: Family, folder: Path, base: Path) -> Kitchen:
+    async def open(
+        cls,
+        family: Family,
+        folder: Path,
+        base: Path,
+        *,
+        max_len: int = MAX_LEN,
+        address: str = "127.0.0.1:1",
+        make_stream=FamilyStream,
+    ) -> Kitchen:
+        """`address` is what the sessions' ids name as their owner."""
         from transformers import AutoTokenizer
 
         from molt_ray.capture.session import SessionIds, Sessions
         from molt_ray.config import Config
         from molt_ray.engine.api_app import build_gate
 
-        make_folder(family, folder, base)
+        make_folder(family, folder, base, max(8192, max_len))
         capture = {"tool_call_parser": family.tools, "reasoning_parser": family.reasoning}
-        config = Config(actor={"model_name_or_path": str(folder)}, data={"max_len": MAX_LEN}, capture=capture)
-        sessions = Sessions(SessionIds(b"test secret"), "127.0.0.1:1", lease_s=600)
+        config = Config(actor={"model_name_or_path": str(folder)}, data={"max_len": max_len}, capture=capture)
+        sessions = Sessions(SessionIds(b"test secret"), address, lease_s=600)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         stops = frozenset(tokenizer.convert_tokens_to_ids(list(family.stops)))
-        stream = FamilyStream(tokenizer, family=family, stop_ids=stops)
+        stream = make_stream(tokenizer, family=family, stop_ids=stops)
         return cls(family, await build_gate(config, sessions, stream, stream.images), sessions, stream)
 
     def rendered(self, messages: list[Any], kwargs: dict[str, Any]) -> list[int]:

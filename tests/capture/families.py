@@ -295,8 +295,8 @@ def tokenizer_of(family: Family, base: Path) -> Any:
     return tokenizer
 
 
-def make_folder(family: Family, folder: Path, base: Path) -> Path:
-    """A model's folder as far as the capture endpoint reads one: no weights."""
+def make_folder(family: Family, folder: Path, base: Path, context: int = 8192) -> Path:
+    """A model's folder as far as the capture endpoint reads one: no weights. `context` in tokens."""
     from transformers import LlamaConfig
 
     tokenizer = tokenizer_of(family, base)
@@ -308,7 +308,7 @@ def make_folder(family: Family, folder: Path, base: Path) -> Path:
         num_hidden_layers=1,
         num_attention_heads=2,
         head_dim=32,
-        max_position_embeddings=8192,
+        max_position_embeddings=context,
         architectures=["LlamaForCausalLM"],
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -33,6 +33,15 @@ STRIPS = (
 OPENS_THOUGHT = STRIPS.replace("{{ '<|im_start|>assistant\\n' }}", "{{ '<|im_start|>assistant\\n<think>' }}")
 # Shows thinking always.
 SHOWS = STRIPS.replace(" and loop.index0 > ns.last", "")
+# Thinking and tool calls: the thoughts since the last user message are shown, when the client sends them.
+ACTS = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+) + CHATML.replace(
+    "'\\n' + (m['content'] or '') }}",
+    "'\\n' }}{% if m['reasoning'] and loop.index0 > ns.last %}{{ '<think>\\n' + m['reasoning'] + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ m['content'] or '' }}",
+)
 # Tool calls with a spacing that no model here samples, closed by more than the turn's end.
 CALLS = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + (m['content'] or '') }}"
@@ -80,6 +89,7 @@ TEMPLATES = {
     "strips": STRIPS,
     "opens_thought": OPENS_THOUGHT,
     "shows": SHOWS,
+    "acts": ACTS,
     "calls": CALLS,
     "counts": COUNTS,
     "counts_and_strips": COUNTS_AND_STRIPS,
@@ -98,4 +108,4 @@ def template(name: str) -> HfTemplate:
 
 
 assert UNCLOSED != CALLS and LOOKS_BACK != CHATML
-assert CHATML not in (REPLACES_END, CLOSES) and CALLS not in (HEADS_LATE, CALLS_FIRST)
+assert CHATML not in (REPLACES_END, CLOSES) and CHATML not in ACTS and CALLS not in (HEADS_LATE, CALLS_FIRST)
