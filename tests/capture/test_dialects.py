@@ -332,3 +332,17 @@ async def test_completions_echo_their_prompt(endpoint, streaming, blocking):
     reply = await talk.say("the weather is ", echo=True)
     assert reply.text == "the weather is fine"
     check(talk)
+
+
+@each_way
+@of_chats
+async def test_a_marked_retry_gets_the_same_reply_and_goes_on(endpoint, dialect, streaming, blocking):
+    talk = Talk(endpoint, endpoint.open(), dialect, streaming, blocking)
+    endpoint.stream.replies = ["let me see" + CALL, "done"]
+    await talk.say("look", tools=["weather"])
+    del talk.messages[1:]
+    again = await talk.ask(tools=["weather"], extra_headers={"x-stainless-retry-count": "1"})
+    assert again.text == "let me see" and [name for _, name, _ in again.calls] == ["weather"]
+    assert len(talk.session.tree.turns) == len(endpoint.stream.prompts) == 1
+    assert (await talk.give(again, "it rains", tools=["weather"])).text == "done"
+    check(talk)
