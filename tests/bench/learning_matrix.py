@@ -257,10 +257,7 @@ def run(cell: Cell, mesh: Mesh, model: Path, settle: int) -> tuple[dict[str, Any
         steps.append(step)
         if (solved := solved_at([s["reward"] for s in steps])) and len(steps) == solved + settle:
             break
-    curves = {
-        name: [round(step[name], 4) for step in steps]
-        for name in ("reward", "entropy", "is_filter_ratio", "actor_grad_norm")
-    }
+    curves = {name: [round(step[name], 3) for step in steps] for name in ("reward", "entropy", "is_filter_ratio")}
     return {**asdict(cell), "seconds": round(time.perf_counter() - started, 1), **curves}, learner
 
 
@@ -308,17 +305,19 @@ def draw(records: list[dict[str, Any]], lags: list[int], target: Path) -> None:
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(1, len(lags), figsize=(4 * len(lags), 4), dpi=100, sharey=True, squeeze=False)
-    names = [name for name in ESTIMATORS if any(r["estimator"] == name for r in records)]
+    names = list(dict.fromkeys(map(label, records)))
     for lag, axes in zip(lags, panels[0], strict=True):
-        for record in (r for r in records if r["lag"] == lag and not r["options"]):
-            color = f"C{names.index(record['estimator'])}"
-            first = record["seed"] == min(r["seed"] for r in records)
-            axes.plot(smooth(record["reward"]), color=color, linewidth=1, label=record["estimator"] if first else None)
+        shown: set[str] = set()
+        for record in (r for r in records if r["lag"] == lag):
+            name = label(record)
+            said = None if name in shown else name.replace("`", "")
+            axes.plot(smooth(record["reward"]), color=f"C{names.index(name)}", linewidth=1, label=said)
+            shown.add(name)
         axes.axhline(TARGET, color="grey", linewidth=0.7, linestyle=":")
         axes.set(title=f"lag {lag}", xlabel="step", ylim=(0, 1))
         axes.grid(alpha=0.3)
+        axes.legend(loc="lower right", fontsize=6)
     panels[0][0].set_ylabel(f"reward (mean of {WINDOW} steps)")
-    panels[0][-1].legend(loc="lower right", fontsize=7)
     figure.tight_layout()
     figure.savefig(target)
 
