@@ -29,6 +29,7 @@ class HeldOut:
     ) -> None:
         self.config, self.evaluator, self.log = config, evaluator, log
         self.learners = learners  # which have checkpoints, the policy's ranks first
+        self.interrupted = False  # the last one was ended by `close`
         self.dropped = 0  # that took longer than a refit waits
         self._running: asyncio.Task[dict[str, float]] | None = None
         self._of = (0, 0)  # step and version that the last one began with
@@ -80,8 +81,10 @@ class HeldOut:
 
     async def close(self) -> None:
         """Ends the evaluation under way."""
-        if self._running is not None:
-            await cancelled(self._running)
+        running, self._running = self._running, None
+        self.interrupted = running is not None
+        if running is not None:
+            await cancelled(running)
 
 
 async def cancelled(task: asyncio.Task) -> None:

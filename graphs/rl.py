@@ -27,6 +27,8 @@ from molt_ray.algorithm.advantage import advantage_values, estimator_of
 from molt_ray.algorithm.kl_controller import KlController
 from molt_ray.config import Config
 from molt_ray.engine.fleet import Fleet
+from molt_ray.engine.roster import RefitFailed
+from molt_ray.errors import LostPayload
 from molt_ray.experience import Row
 from molt_ray.handoff import StepPlan, plan_step, quiet_data, to_datasets
 from molt_ray.metrics import MetricsLog, rollout_metrics, stage_report
@@ -36,9 +38,10 @@ from molt_ray.rollout.evaluator import Evaluator
 from molt_ray.rollout.filters import group_filter
 from molt_ray.rollout.pool import Group, GroupPool
 from molt_ray.rollout.prompts import read_held_out, read_prompts
-from molt_ray.trainer.group import CriticGroup, ReferenceGroup, TrainerGroup, load_together
+from molt_ray.trainer.group import CriticGroup, RankLost, ReferenceGroup, TrainerGroup, load_together
 from serve_apps.deploy import release, sweep
 
+REFIT_TRIES = 3
 WATCH_S = 5.0  # between looks at the engines while no batch comes
 
 
@@ -98,15 +101,39 @@ class Loop:
     version: int = 0
     step: int = 0
     saved: int = -1  # the step whose weights the newest checkpoint holds
+    furthest: int = 0  # step that was ever finished
+    restarts: int = 0  # of the ranks, since then
+    loaded_step: int = 0  # of the state that the ranks were last loaded with
+    loaded_version: int = 0  # under which the engines got that
+    beginning: dict[str, Any] = field(init=False)  # the state before the first step, for want of a checkpoint
     reported: float = field(default_factory=time.monotonic)
     learning: asyncio.Task[dict[str, float]] | None = None  # the critic's
     engine_busy: float = 0.0  # seconds of all engines, up to the last report
 
+    def __post_init__(self) -> None:
+        self.beginning = self.state()
+
     async def run(self) -> None:
+        """Trains to the end, whatever happens to payloads and ranks on the way."""
+        evaluation_due, broken = self.config.eval.eval_at_start, None
+        while True:
+            try:
+                if broken is not None:
+                    await self.heal(broken)
+                return await self.train_through(evaluation_due)
+            except LostPayload as e:
+                print(f"{e}: rolled out again", flush=True)
+                self.pool.put_back(e.groups)
+                broken = None
+            except RankLost as e:
+                broken = e
+            evaluation_due = self.held_out.interrupted
+
+    async def train_through(self, evaluation_due: bool) -> None:
         """Trains until the prompts are used up, `train.max_steps` is reached, or the reward is."""
         upcoming = asyncio.create_task(self.prepare(self.version))
         try:
-            await self.evaluate(self.config.eval.eval_at_start)
+            await self.evaluate(evaluation_due)
             while not self.done() and (step := await self.awaited(upcoming)) is not None:
                 upcoming = asyncio.create_task(self.prepare(self.version + 1))
                 with Timer(step.seconds, "policy_train"):
@@ -118,7 +145,7 @@ class Loop:
                 self.dispatcher.refitted(self.version, step.groups)
                 if self.learning is not None:
                     with Timer(step.seconds, "critic_wait"):
-                        trained |= await self.learning
+                        trained |= await self.learned(self.learning)
                 await self.report(step, trained)
                 await self.evaluate(self.config.eval.due(self.step))
                 del step  # the last hold on its packs: they are freed before the next batch is waited for
@@ -189,6 +216,14 @@ class Loop:
             self.learning = asyncio.create_task(self.critic.train(rows, step.plan.version))
         return trained
 
+    async def learned(self, learning: asyncio.Task[dict[str, float]]) -> dict[str, float]:
+        """The critic's metrics; none when its data are gone, for the policy has trained on them already."""
+        try:
+            return await learning
+        except LostPayload as e:
+            print(f"{e}: the critic does without", flush=True)
+            return {}
+
     async def refit(self) -> None:
         """The engines get the trainer's weights under the next version, which is noted first: it must not be used again after a crash."""
         (self.log.folder / "version").write_text(str(self.version + 1))
@@ -196,14 +231,23 @@ class Loop:
         self.version += 1
 
     async def send_weights(self, version: int) -> None:
-        """What runs in the engines meanwhile is paused, not lost."""
-        await self.fleet.pause("keep" if self.config.train.partial_rollout_enable else "wait")
-        await self.trainers.refit(version, self.fleet.sender_args)
-        await self.fleet.resume()
+        """What runs in the engines meanwhile is paused, not lost. An engine may die or be removed in the middle of it; then all others get
+        the weights once more."""
+        for tries_left in reversed(range(REFIT_TRIES)):
+            try:
+                await self.fleet.pause("keep" if self.config.train.partial_rollout_enable else "wait")
+                await self.trainers.refit(version, self.fleet.sender_args)
+                return await self.fleet.resume()
+            except RefitFailed as e:
+                if not tries_left:
+                    raise
+                print(f"{e}; once more", flush=True)
 
     async def report(self, step: Step, trained: dict[str, float]) -> None:
         """Records, checkpoint and metrics of a finished step."""
         self.step += 1
+        if self.step > self.furthest:
+            self.furthest, self.restarts = self.step, 0
         if self.config.run.record:
             with Timer(step.seconds, "record"):
                 await self.record(step, trained)
@@ -212,7 +256,7 @@ class Loop:
                 await self.save()
         now, busy = time.monotonic(), sum(self.fleet.busy.values())
         step.seconds["step_total"], self.reported = now - self.reported, now
-        step.seconds["engine_busy"], self.engine_busy = (busy - self.engine_busy) / self.config.vllm.num_engines, busy
+        step.seconds["engine_busy"], self.engine_busy = (busy - self.engine_busy) / max(1, self.fleet.answered), busy
         counts = {
             "prompts": self.pool.outcomes,
             "rollout/retried_groups": self.pool.retries,
@@ -228,6 +272,7 @@ class Loop:
             **{f"{family}/{name}": count for family, counter in counts.items() for name, count in counter.items()},
             "perf/tokens_per_s": sum(row.tokens for row in step.rows) / step.seconds["step_total"],
             "version": self.version,
+            "engines": self.fleet.answered,
         }
         self.log.write(self.step, values)
 
@@ -242,18 +287,26 @@ class Loop:
             "metrics": trained,
             "weights": await self.trainers.weights_digest(),
         }
-        await asyncio.wait_for(write_records.remote(str(file), self.step, step.rows, notes), RECORD_S)
+        try:
+            await asyncio.wait_for(write_records.remote(str(file), self.step, step.rows, notes), RECORD_S)
+        except (
+            ray.exceptions.RayError
+        ) as e:  # payloads that went with their node were trained, and are no reason to stop
+            print(f"step {self.step} is not recorded: {e}", flush=True)
 
     async def save(self) -> None:
         """A checkpoint of the weights after this step, unless there is one; the files are written while training goes on."""
         if self.saved == self.step:
             return
-        state = {"step": self.step, "version": self.version, "kl_coef": self.kl.coef}
-        state["rollouts"] = self.dispatcher.state()
         if self.critic is not None:
             await self.critic.save(tag_of(self.step), {})
-        await self.trainers.save(tag_of(self.step), state)
+        await self.trainers.save(tag_of(self.step), self.state())
         self.saved = self.step
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the ranks' own."""
+        state = {"step": self.step, "version": self.version, "kl_coef": self.kl.coef}
+        return state | {"rollouts": self.dispatcher.state()}
 
     async def load(self) -> dict[str, Any] | None:
         """The newest intact checkpoint, or the best; with a critic in both groups."""
@@ -266,14 +319,36 @@ class Loop:
         if state is None:
             print("no complete checkpoint: starting from the model", flush=True)
             return
-        self.step, self.kl.coef = state["step"], state["kl_coef"]
-        self.saved = self.step
         self.dispatcher.restore(state["rollouts"])
         noted = self.log.folder / "version"
         self.version = max(state["version"], int(noted.read_text()) if noted.exists() else 0)
+        await self.go_on_from(state)
+
+    async def heal(self, error: RankLost) -> None:
+        """Starts all ranks again, loads the last checkpoint, or the model where there is none, and goes on from there. Rollouts under way
+        are kept where their tokens can still be trained. Raises `error` when that has happened too often in a row."""
+        self.restarts += 1
+        if self.restarts > self.config.run.restart_limit:
+            raise error
+        print(f"{error}\nthe ranks start again, try {self.restarts} of {self.config.run.restart_limit}", flush=True)
+        groups = [group for group in (self.trainers, self.reference, self.critic) if group is not None]
+        await asyncio.gather(*(group.shutdown() for group in groups), return_exceptions=True)
+        await asyncio.gather(*(group.start() for group in groups))
+        state = await self.load() or self.beginning
+        same = state["step"] == self.loaded_step
+        await self.dispatcher.rewind(
+            state["rollouts"], max(state["version"], self.loaded_version if same else 0), self.version + 1
+        )
+        await self.go_on_from(state)
+
+    async def go_on_from(self, state: dict[str, Any]) -> None:
+        """The ranks hold the weights of `state`, which the engines get under the next version."""
+        self.step, self.kl.coef = state["step"], state["kl_coef"]
+        self.saved = self.step
         await self.refit()
         self.pool.refitted(self.version, [])
-        print(f"resumed after step {self.step}, at version {self.version}", flush=True)
+        self.loaded_step, self.loaded_version = self.step, self.version
+        print(f"goes on after step {self.step}, at version {self.version}", flush=True)
 
 
 async def train(config: Config, form: AgentForm, startup: dict[str, float] | None = None) -> None:

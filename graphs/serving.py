@@ -30,7 +30,14 @@ def declare_serving(config: Config, form: AgentForm, *, gpus: bool) -> Graph:
     tp = config.vllm.tensor_parallel_size if gpus else 0
     nodes = [
         Node("AgentWorker", "Serve: runs the agent", workers, resources.AGENT_WORKER_CPUS, 0, "rollout.num_runners"),
-        Node("PolicyEngine", "Serve: vLLM", config.vllm.num_engines, resources.ENGINE_CPUS, tp, "vllm.num_engines"),
+        Node(
+            "PolicyEngine",
+            "Serve: vLLM",
+            config.vllm.max_engines or config.vllm.num_engines,
+            resources.ENGINE_CPUS,
+            tp,
+            "vllm.num_engines",
+        ),
     ]
     if form == "env":
         return Graph(nodes, [Edge("AgentWorker", "PolicyEngine", "token ids")])

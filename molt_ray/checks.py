@@ -100,6 +100,8 @@ def check_batches(c: Config) -> None:
             c.algo.advantage.estimator,
             "compares the samples of a group: set --rollout.n_samples_per_prompt above 1",
         )
+    if c.vllm.max_engines is not None and c.vllm.max_engines < c.vllm.num_engines:
+        refuse("vllm.max_engines", c.vllm.max_engines, f"must be at least --vllm.num_engines {c.vllm.num_engines}")
     if c.rollout.max_runners is not None and c.rollout.max_runners < c.rollout.num_runners:
         refuse(
             "rollout.max_runners",

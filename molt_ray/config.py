@@ -91,30 +91,27 @@ class ActorConfig(Section):
     """Rollout batches at the start in which only the critic trains (gae)."""
 
 
-class RefConfig(Section):
+class RanksConfig(Section):
+    num_nodes: int = Field(default=1, ge=1)
+    """Nodes that hold ranks of this role."""
+    num_gpus_per_node: int = Field(default=1, ge=1)
+    """Its ranks per node."""
+    tp_size: int = Field(default=1, ge=1)
+    """Tensor-parallel ranks among them."""
+
+
+class RefConfig(RanksConfig):
     """The reference or teacher: ranks of their own, there only when algo.kl.init_coef is above 0. They compute as the trainer does."""
 
     model_name_or_path: str = ""
     """Frozen policy that the KL is measured against. Empty: the actor's model as it is at the start of the run; a teacher must be named."""
-    num_nodes: int = Field(default=1, ge=1)
-    """Nodes that hold reference ranks."""
-    num_gpus_per_node: int = Field(default=1, ge=1)
-    """Reference ranks per node."""
-    tp_size: int = Field(default=1, ge=1)
-    """Tensor-parallel ranks among them."""
 
 
-class CriticConfig(Section):
+class CriticConfig(RanksConfig):
     """The critic of --algo.advantage.estimator gae, on ranks of its own. Its schedule, clipping of gradients and layout are the actor's."""
 
     model_name_or_path: str = ""
     """Model under the value head. Empty: the actor's."""
-    num_nodes: int = Field(default=1, ge=1)
-    """Nodes that hold critic ranks."""
-    num_gpus_per_node: int = Field(default=1, ge=1)
-    """Critic ranks per node."""
-    tp_size: int = Field(default=1, ge=1)
-    """Tensor-parallel ranks among them."""
     adam: AdamConfig = AdamConfig(lr=5e-6)
     value_clip: float | None = Field(default=0.2, gt=0)
     """Keeps the trained value within so much of the one before the batch. None: plain squared error."""
@@ -260,7 +257,13 @@ class AlgoConfig(Section):
 
 class VllmConfig(Section):
     num_engines: int = Field(default=1, ge=1)
-    """Engine replicas."""
+    """Engine replicas, or the fewest of them where max_engines is more."""
+    max_engines: int | None = Field(default=None, ge=1)
+    """Engine replicas at most: Serve adds one when requests wait or KV caches are full, and removes one when the others have room for all."""
+    scale_up_s: float = Field(default=15.0, ge=0)
+    """Seconds that the reason for one more engine must last."""
+    scale_down_s: float = Field(default=120.0, ge=0)
+    """Seconds that the reason for one fewer must last."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs per engine."""
     dtype: str = "auto"
@@ -421,6 +424,8 @@ class RunConfig(Section):
     """Folder for metrics, curve, checkpoints and export. A relative path is taken from the caller's folder. Empty: runs/<name>."""
     record: bool = False
     """Write every trained rollout to <run.dir>/rollouts as Parquet."""
+    restart_limit: int = Field(default=3, ge=0)
+    """How often in a row, without a new step, ranks that died are started again from the last checkpoint."""
     fail_limit: int = Field(default=8, ge=1)
     """Stop with the reason when so many groups failed in a row and none finished."""
 

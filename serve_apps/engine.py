@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from molt_ray.config import Config
+from molt_ray.config import Config, VllmConfig
 from molt_ray.engine.arguments import cpu_environment
 from molt_ray.engine.last_error import last_error
 from molt_ray.engine.roster import NAMESPACE, SERVE, actor_name
+from molt_ray.engine.scaling import policy
 from molt_ray.resources import ENGINE_CPUS
 
 if TYPE_CHECKING:
@@ -121,6 +122,9 @@ class EngineReplica:
 
     # ---- for Serve ----
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return self.engine.load() if self.engine is not None else {}
+
     async def check_health(self) -> None:
         await self.engine.health()
 
@@ -138,7 +142,7 @@ def app(config: Config, *, gpu: bool) -> serve.Application:
     """The application; `gpu` says whether the cluster's engines run on GPUs."""
     tp = config.vllm.tensor_parallel_size
     options: dict[str, Any] = dict(
-        num_replicas=config.vllm.num_engines,
+        **replicas(config.vllm),
         max_ongoing_requests=1_000_000,  # vLLM queues by itself; a replica that Serve holds full would lose its groups to another
         graceful_shutdown_timeout_s=config.rollout.timeout_s,
         graceful_shutdown_wait_loop_s=0.1,
@@ -164,6 +168,23 @@ def app(config: Config, *, gpu: bool) -> serve.Application:
         )
         options["ray_actor_options"] = {"num_cpus": ENGINE_CPUS, "runtime_env": with_variables(variables)}
     return EngineReplica.options(**options).bind(config, gpu)
+
+
+def replicas(vllm: VllmConfig) -> dict[str, Any]:
+    """How many engines: a fixed number, or as many as the work asks for."""
+    low, high = vllm.num_engines, vllm.max_engines or vllm.num_engines
+    if low == high:
+        return {"num_replicas": low}
+    decide = policy(low, high, vllm.scale_up_s, vllm.scale_down_s)
+    scaling = AutoscalingConfig(
+        min_replicas=low,
+        max_replicas=high,
+        initial_replicas=low,
+        policy=AutoscalingPolicy(policy_function=decide),
+        metrics_interval_s=1.0,
+        look_back_period_s=3.0,
+    )
+    return {"autoscaling_config": scaling}
 
 
 def with_variables(variables: dict[str, str]) -> dict[str, Any]:

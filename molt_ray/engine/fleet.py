@@ -1,7 +1,7 @@
 """The driver's hold on all engines of a run: deploy, pause and resume around a refit, take down.
 
 Guarantees: an engine that cannot start ends `start` with its own words, not with a hang; pause and resume reach every engine or raise;
-replicas that died are struck off the roster before, never during, a refit; after a failed refit `resume` refuses until one succeeds.
+replicas that died or are being removed are struck off the roster before, never during, a refit; after a failed refit `resume` refuses until one succeeds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import ray
 from ray import serve
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from molt_ray.config import Config
@@ -42,6 +43,9 @@ class Fleet:
         self.actor: Any = None
         self.handle: Any = None
         self.busy: dict[str, float] = {}  # seconds in which each engine had work, when it was last asked
+        self.answered = 0  # engines, when they were last asked
+        vllm = config.vllm
+        self.scales = (vllm.max_engines or vllm.num_engines) > vllm.num_engines
 
     # ---- up and down ----
 
@@ -153,13 +157,15 @@ class Fleet:
         return await asyncio.wait_for(self.actor.view.remote(), ACTOR_S)
 
     async def living(self) -> Roster:
-        """The roster, once those that died are struck off."""
+        """The roster, once those that died, or that Serve removes, are struck off."""
         while True:
             roster = await self.roster()
-            dead = [name for name, member in roster.members.items() if not alive(member.actor)]
-            if not dead:
+            gone = [name for name, member in roster.members.items() if not alive(member.actor)]
+            if self.scales:
+                gone += set(await asyncio.to_thread(leaving, self.app)) & set(roster.members)
+            if not gone:
                 return roster
-            await asyncio.wait_for(self.actor.remove.remote(dead), ACTOR_S)
+            await asyncio.wait_for(self.actor.remove.remote(gone), ACTOR_S)
 
     async def stranded(self) -> bool:
         """Whether no engine serves, because all that did have died, and their successors wait for weights."""
@@ -208,6 +214,7 @@ class Fleet:
         except (TimeoutError, DeploymentUnavailableError):
             return []
         self.busy |= (heard := dict(result for result in results if not isinstance(result, Exception)))
+        self.answered = len(heard)
         return list(heard)
 
 
@@ -218,3 +225,10 @@ def alive(actor: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def leaving(app: str) -> list[str]:
+    """Replicas that finish their requests and take no more. Serve tells this in the details behind its dashboard alone."""
+    details = _get_global_client().get_serve_details()["applications"].get(app, {"deployments": {}})
+    found = [replica for deployment in details["deployments"].values() for replica in deployment["replicas"]]
+    return [replica["replica_id"] for replica in found if replica["state"] == "STOPPING"]

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import aclosing
 from typing import Any, Literal
 
+from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
@@ -23,7 +24,9 @@ from molt_ray.config import Config
 from molt_ray.engine.arguments import engine_arguments, kv_cache_bytes
 from molt_ray.engine.busy import BusyClock
 from molt_ray.engine.image_store import ImageStore
+from molt_ray.engine.load import SchedulerLoad
 from molt_ray.engine.protocol import MESSAGE_TOKENS, ContextTooLong, EngineError, GenerateRequest, Generation
+from molt_ray.engine.scaling import KV_USE, WAITING
 from molt_ray.images import Image, ImageTokens
 
 STREAM_INTERVAL_S = (
@@ -55,9 +58,19 @@ class PolicyEngine:
             arguments.kv_cache_memory_bytes = kv_cache_bytes(
                 token_bytes, arguments.max_model_len, arguments.max_num_seqs
             )
-        self.llm = AsyncLLM.from_engine_args(arguments)
+        self.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[self.watch])
         self.image_store = ImageStore(self.llm.renderer)
         await self.llm.update_weight_version(str(self.version))
+
+    def watch(self, vllm_config: VllmConfig, engine_index: int = 0) -> SchedulerLoad:
+        """vLLM asks for its logger with this."""
+        self.scheduler = SchedulerLoad(vllm_config, engine_index)
+        return self.scheduler
+
+    def load(self) -> dict[str, float]:
+        """What the number of engines is decided by. An engine without requests has none waiting, whatever its last step said."""
+        busy = self.llm.get_num_unfinished_requests() > 0
+        return {WAITING: self.scheduler.waiting if busy else 0.0, KV_USE: self.scheduler.kv_use if busy else 0.0}
 
     def shutdown(self) -> None:
         self.llm.shutdown()

@@ -90,6 +90,14 @@ class Dispatcher:
         self.pool.restore(state["pool"])
         self.failures, self.breaks = Counter(state["failures"]), Counter(state["breaks"])
 
+    async def rewind(self, state: dict[str, Any], kept: int, version: int) -> None:
+        """Goes back to `state` while rollouts are under way; see `GroupPool.rewind`. What cannot be trained any more is cancelled first."""
+        doomed = [self._calls[group_id] for group_id in self.pool.doomed(kept, version)]
+        for call in doomed:
+            call.cancel()
+        await asyncio.gather(*doomed, return_exceptions=True)
+        self.pool.rewind(state["pool"], kept, version)
+
     def sampled_metrics(self) -> dict[str, float]:
         """What was sampled since the last call, whether a filter kept it or not: the policy's own mean score. Nothing when nothing finished."""
         sampled, self.sampled = self.sampled, []

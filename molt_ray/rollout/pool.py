@@ -20,6 +20,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,8 +111,7 @@ class GroupPool:
         """A group is whole: all its rollouts have a reward."""
         group = self._landed(group_id)
         group.seal(rows)
-        self.ready[group_id] = group
-        self._waiting[group.version] += 1
+        self._wait(group)
 
     def filtered(self, group_id: str, reason: str) -> None:
         """A whole group is not trained; its slot is free at once, so the next prompt takes its place."""
@@ -125,17 +125,14 @@ class GroupPool:
         group = self._landed(group_id)
         group.failures += 1
         if retry and group.failures <= self.max_retries:
-            self.retries[reason] += 1
-            self._again.append(group)
+            self._roll_out_again(group, reason)
             return True
         self._settle(group, f"failed/{reason}")
         return False
 
     def abort(self, group_id: str) -> None:
         """Gives up a group that reached the bound; its prompt is rolled out again, which is not held against it."""
-        group = self._landed(group_id)
-        self.retries["stale"] += 1
-        self._again.append(group)
+        self._roll_out_again(self._landed(group_id), "stale")
 
     def batch_ready(self, version: int) -> bool:
         """Whether `take_batch(version)` may be called: a full batch (or the last, short one) and nobody left to miss his bound."""
@@ -151,9 +148,7 @@ class GroupPool:
             raise RuntimeError(f"no batch is ready for version {version}: {self.describe()}")
         batch = sorted(self.ready.values(), key=lambda g: g.version)[: self.groups_per_batch]
         for group in batch:
-            self._waiting[group.version] -= 1
-            self.training[group.group_id] = self.ready.pop(group.group_id)
-        self._waiting = +self._waiting  # without versions of which none is left
+            self.training[group.group_id] = self._taken(group.group_id)
         return batch
 
     def holding(self, version: int) -> list[str]:
@@ -173,6 +168,33 @@ class GroupPool:
         self.version = version
         for group in trained:
             self._settle(self.training.pop(group.group_id), "trained")
+
+    def put_back(self, lost: Collection[str] = ()) -> None:
+        """No batch that was taken trains after all: its groups wait again. The prompts of those in `lost`, whose payload is gone, are rolled
+        out again, which is not held against them."""
+        for group_id, group in self.training.items():
+            if group_id in lost:
+                self._roll_out_again(group, "payload_lost")
+            else:
+                self._wait(group)
+        self.training = {}
+
+    def doomed(self, kept: int, version: int) -> list[str]:
+        """Groups in flight that cannot be trained once the weights are those of version `kept` again, published as `version`; they are to be
+        aborted before `rewind`."""
+        stay = self._trainable_after(kept, version)
+        return [group_id for group_id in self.in_flight if group_id not in stay]
+
+    def rewind(self, state: dict[str, Any], kept: int, version: int) -> None:
+        """Goes back to `state`, whose weights were published as `kept` and will be as `version`: prompts that had their outcome since are
+        dealt again. Groups stay if all of their tokens can be trained at `version` or later, the others are rolled out again."""
+        self.put_back()
+        stay = self._trainable_after(kept, version)
+        for group_id in [group_id for group_id in self.ready if group_id not in stay]:
+            self._roll_out_again(self._taken(group_id), "rewound")
+        under_way = (*self.in_flight.values(), *self.ready.values(), *self._again)
+        self.order.restore(state["order"], {group.key for group in under_way})
+        self.outcomes = Counter(state["outcomes"])
 
     def describe(self) -> str:
         return (
@@ -196,6 +218,35 @@ class GroupPool:
             del self._flying[group.version]
         return group
 
+    def _wait(self, group: Group) -> None:
+        self.ready[group.group_id] = group
+        self._waiting[group.version] += 1
+
+    def _taken(self, group_id: str) -> Group:
+        """Takes a finished group out."""
+        group = self.ready.pop(group_id)
+        self._waiting[group.version] -= 1
+        if not self._waiting[group.version]:
+            del self._waiting[group.version]
+        return group
+
+    def _roll_out_again(self, group: Group, reason: str) -> None:
+        self.retries[reason] += 1
+        group.sealed, group.refs = b"", []
+        self._again.append(group)
+
+    def _trainable_after(self, kept: int, version: int) -> set[str]:
+        """Which groups have no token of the versions above `kept`, whose weights are abandoned, and find room in a batch within their bound
+        when the next is trained at `version`: a version passes without a batch, so there may be too many. Finished ones go first."""
+        finished = [g for g in (*self.ready.values(), *self.training.values()) if newest_version(g) <= kept]
+        running = [] if self.version > kept else list(self.in_flight.values())
+        stay: set[str] = set()
+        for group in sorted((*finished, *running), key=lambda g: g.version):
+            room = (group.version + self.max_staleness - version + 1) * self.groups_per_batch
+            if len(stay) < room:
+                stay.add(group.group_id)
+        return stay
+
     def _left_behind(self, version: int, in_flight: Counter[int]) -> bool:
         """Would some group miss its bound if the oldest finished ones were trained at `version` now? `in_flight`: groups by version."""
         rest, room = Counter(in_flight), self.groups_per_batch
@@ -214,3 +265,8 @@ class GroupPool:
         self.outcomes[outcome] += 1
         self.order.done(group.key)
         group.refs = []
+
+
+def newest_version(group: Group) -> int:
+    """Of the tokens of a finished group."""
+    return max(row.version_max for row in group.rows())

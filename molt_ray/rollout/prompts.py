@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ class PromptOrder:
         self._done: dict[int, set[int]] = {}  # epoch to indices with an outcome, for epochs not yet complete
         self._epochs_done: set[int] = set()
         self._permutation: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
-        self._skip: set[PromptKey] = set()  # had their outcome before a resume
+        self._skip: set[PromptKey] = set()  # have their outcome or were dealt before a resume
 
     @property
     def remaining(self) -> int:
@@ -77,8 +78,9 @@ class PromptOrder:
             "done": {str(epoch): sorted(indices) for epoch, indices in self._done.items()},
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continues from `state`: prompts with an outcome are not dealt again. Raises ConfigError when the prompts or the seed are others."""
+    def restore(self, state: dict[str, Any], under_way: Collection[PromptKey] = ()) -> None:
+        """Continues from `state`: prompts with an outcome, and those `under_way`, are not dealt again. Raises ConfigError when the prompts or
+        the seed are others."""
         was, now = [(s["size"], s["digest"], s["seed"]) for s in (state, self.state())]
         if was != now:
             raise ConfigError(
@@ -93,6 +95,7 @@ class PromptOrder:
         full = {epoch: range(self.size) for epoch in self._epochs_done}
         had_theirs = {**full, **self._done}
         self._skip = {PromptKey(epoch, i) for epoch in range(self.episodes) for i in had_theirs.get(epoch, ())}
+        self._skip |= set(under_way)
 
 
 def digest_of(prompts: list[dict[str, Any]]) -> str:

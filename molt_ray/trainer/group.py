@@ -2,7 +2,7 @@
 
 Guarantees: every wait has a deadline; a rank that fails, dies or does not answer raises a TrainerError that names it, within the deadline
 of a collective; `shutdown` leaves no actor and no placement group behind. After a TrainerError the group is of no more
-use (FSDP cannot heal one rank): shut it down, start another and load the newest checkpoint.
+use (FSDP cannot heal one rank): shut it down, start it again and load the newest checkpoint. A LostPayload leaves it as it was.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from molt_ray.config import Config
-from molt_ray.errors import RunError
+from molt_ray.engine.roster import RefitFailed
+from molt_ray.errors import LostPayload, RunError
 from molt_ray.experience import PackRef, Row
 from molt_ray.handoff import StepPlan, plan_step, to_datasets
 from molt_ray.resources import SCORER_CPUS, TRAINER_CPUS
@@ -29,7 +30,11 @@ GRACE_S = 2.0  # after one rank's failure, for the others' to arrive: the death 
 
 
 class TrainerError(RunError):
-    """A rank failed, died or was late; the message names it and the call."""
+    """A rank failed; the message names it and the call."""
+
+
+class RankLost(TrainerError):
+    """A rank died or does not answer: the group is of no more use, another may be."""
 
 
 class RankGroup:
@@ -108,16 +113,21 @@ class RankGroup:
                 raise self.failure(what, {r: e for r, t in enumerate(tasks) if t.done() and (e := t.exception())})
             if pending:
                 late = [self.name(rank) for rank, task in enumerate(tasks) if task in pending]
-                raise TrainerError(f"{what}: no answer from {', '.join(late)} within {timeout_s:.0f} s")
+                raise RankLost(f"{what}: no answer from {', '.join(late)} within {timeout_s:.0f} s")
             return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()  # no more than a word to those that are done
 
-    def failure(self, what: str, errors: dict[int, BaseException]) -> TrainerError:
+    def failure(self, what: str, errors: dict[int, BaseException]) -> RunError:
         """The error to show of several: a death, if there is one, because it made the other ranks fail in their collectives."""
         rank, cause = min(errors.items(), key=lambda item: not isinstance(item[1], ray.exceptions.RayActorError))
-        error = TrainerError(f"{what}: {self.name(rank)} failed: {cause}")
+        if isinstance(cause, LostPayload):
+            return LostPayload(cause.groups)
+        if isinstance(cause, RefitFailed):  # of the engines: the ranks are as they were
+            return RefitFailed(str(cause.cause) if isinstance(cause, ray.exceptions.RayTaskError) else str(cause))
+        kind = RankLost if isinstance(cause, ray.exceptions.RayActorError) else TrainerError
+        error = kind(f"{what}: {self.name(rank)} failed: {cause}")
         error.__cause__ = cause
         return error
 

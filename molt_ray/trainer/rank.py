@@ -16,6 +16,7 @@ import ray
 from ray.data import Dataset
 
 from molt_ray.config import Config
+from molt_ray.errors import LostPayload
 from molt_ray.experience import ADDED_COLUMNS, Experience, Pack, Row
 from molt_ray.handoff import StepPlan, quiet_data
 
@@ -63,6 +64,18 @@ class Rank:
 
     def load_model(self) -> None:
         raise NotImplementedError
+
+    def fetch(self, dataset: Dataset) -> list[Sample]:
+        """The rank's samples. Raises LostPayload on all ranks alike, before any of them computes, when a pack of one of them is gone."""
+        import torch
+        import torch.distributed as dist
+
+        samples, lost = read_samples(dataset)
+        if self.mesh.maximum(torch.tensor(float(bool(lost)))):
+            everywhere: list[list[str]] = [[]] * self.config.world_size
+            dist.all_gather_object(everywhere, lost)
+            raise LostPayload(sorted({group for groups in everywhere for group in groups}))
+        return samples
 
 
 class LearningRank(Rank):
@@ -125,7 +138,7 @@ class TrainerRank(LearningRank):
     def train_step(self, plan: StepPlan, dataset: Dataset) -> tuple[dict[str, float], Pack | None]:
         """(metrics, with a critic the returns of the data set's rows in their order)."""
         started = time.perf_counter()
-        samples = read_samples(dataset)
+        samples = self.fetch(dataset)
         metrics = self.learner.train(plan, samples, reload_s=time.perf_counter() - started)
         del samples
         gc.collect()  # Ray Data leaves reference cycles that pin the packs until then
@@ -164,7 +177,7 @@ class ReferenceRank(Rank):
 
     def annotate(self, plan: StepPlan, dataset: Dataset) -> tuple[None, Pack | None]:
         """The log-probs of the data set's rows, in their order."""
-        found = self.reference.logprobs(plan, read_samples(dataset))
+        found = self.reference.logprobs(plan, self.fetch(dataset))
         gc.collect()
         return None, pack_of("reference", found)
 
@@ -180,12 +193,12 @@ class CriticRank(LearningRank):
 
     def annotate(self, plan: StepPlan, dataset: Dataset) -> tuple[None, Pack | None]:
         """The values of the data set's rows, in their order."""
-        found = self.learner.values(plan, read_samples(dataset))
+        found = self.learner.values(plan, self.fetch(dataset))
         gc.collect()
         return None, pack_of("critic", found)
 
     def train_step(self, plan: StepPlan, dataset: Dataset) -> dict[str, float]:
-        metrics = self.learner.train(plan, read_samples(dataset))
+        metrics = self.learner.train(plan, self.fetch(dataset))
         gc.collect()
         return metrics
 
@@ -202,10 +215,10 @@ def weight_sender_class() -> type:
     return WeightSender
 
 
-def read_samples(dataset: Dataset) -> list[Sample]:
-    """The rank's samples in the data set's order, with their heavy columns.
+def read_samples(dataset: Dataset) -> tuple[list[Sample], list[str]]:
+    """(the rank's samples in the data set's order, with their heavy columns; groups of which a pack is gone).
 
-    Columns as `plan_step` makes them. Raises ray.exceptions.RayError when a pack is lost.
+    Columns as `plan_step` makes them.
     """
     from molt_ray.trainer.collate import Sample
 
@@ -215,7 +228,14 @@ def read_samples(dataset: Dataset) -> list[Sample]:
         records += frame.to_dict("records")
     rows: list[Row] = [record["row"] for record in records]
     refs = list({where.ref for row in rows for where in row.packs.values()})
-    packs = dict(zip(refs, ray.get(refs, timeout=RELOAD_TIMEOUT_S), strict=True))
+    try:
+        packs = dict(zip(refs, ray.get(refs, timeout=RELOAD_TIMEOUT_S), strict=True))
+    except ray.exceptions.RayError:
+        gone = {ref for ref in refs if is_gone(ref)}
+        lost = {row.group_id for row in rows if any(where.ref in gone for where in row.packs.values())}
+        if not lost:
+            raise
+        return [], sorted(lost)
     return [
         Sample(
             Experience(row).reload({family: packs[where.ref] for family, where in row.packs.items()}),
@@ -225,4 +245,13 @@ def read_samples(dataset: Dataset) -> list[Sample]:
             record["share"],
         )
         for row, record in zip(rows, records, strict=True)
-    ]
+    ], []
+
+
+def is_gone(ref: ray.ObjectRef) -> bool:
+    """Whether an object cannot be had, after all of its batch were asked for once."""
+    try:
+        ray.get(ref, timeout=0)
+    except ray.exceptions.RayError:
+        return True
+    return False

@@ -5,6 +5,7 @@ Nothing is stubbed. Every recorded token is recomputed with the weights of its o
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -340,3 +341,61 @@ def test_a_stopped_job_leaves_nothing_in_the_cluster(models: dict[str, Path], tm
             return
         time.sleep(0.5)
     raise AssertionError((serve.status().applications, names))
+
+
+@pytest.mark.parametrize("moment", ["train", "refit", "save"])
+def test_a_killed_rank_is_replaced_and_the_run_goes_on(
+    moment: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """kill -9 of a rank while it trains, sends weights or saves: the last checkpoint is loaded, the engines get its weights under a new
+    version, every prompt has one outcome, and each recorded token is one of the weights that its version had."""
+    config = configure(models["last_digit"], tmp_path / f"healed-{moment}", train__max_steps=4)
+    killed: list[int] = []
+    calls = itertools.count(1)
+    call = getattr(graphs.rl.TrainerGroup, moment)
+
+    async def killing(group, *args, **kwargs):
+        if next(calls) == 3:
+            killed.append(await group.actors[1].__ray_call__.remote(lambda self: os.getpid()))
+            asyncio.get_running_loop().call_later(0.02, os.kill, killed[0], signal.SIGKILL)
+        return await call(group, *args, **kwargs)
+
+    monkeypatch.setattr(graphs.rl.TrainerGroup, moment, killing)
+    asyncio.run(graphs.rl.train(config, "env"))
+
+    assert killed
+    metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
+    versions = [m["version"] for m in metrics]
+    assert versions == sorted(set(versions)) and versions[-1] > 4  # one more, the refit after the restart
+    assert metrics[-1]["prompts/trained"] == 32
+    assert all(m["train/staleness_max"] <= 1 and m["train/logprobs_diff_max"] < 1e-3 for m in metrics)
+    records = records_of(config)
+    assert len({r["prompt_id"] for r in records}) == 32 and len(records) == 128
+
+
+def test_a_lost_payload_costs_its_group_a_refill(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The store gives up a pack between the batch and the ranks: nothing trains on half a batch, its groups are rolled out again."""
+    config = configure(models["last_digit"], tmp_path / "lost", train__max_steps=3)
+    lost: set[str] = set()
+
+    def lose_then_hand_over(frames):
+        if not lost:
+            row = frames[0]["row"][0]
+            ray._private.internal_api.free([where.ref for where in row.packs.values()], local_only=False)
+            gone = {where.ref for where in row.packs.values()}
+            lost.update(
+                r.group_id for frame in frames for r in frame["row"] if gone & {w.ref for w in r.packs.values()}
+            )
+        return hand_over(frames)
+
+    hand_over = graphs.rl.to_datasets
+    monkeypatch.setattr(graphs.rl, "to_datasets", lose_then_hand_over)
+    asyncio.run(graphs.rl.train(config, "env"))
+
+    metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [1, 2, 3] and metrics[-1]["prompts/trained"] == 24
+    assert metrics[-1]["rollout/retried_groups/payload_lost"] == len(lost) > 0
+    assert not lost & {r["group_id"] for r in records_of(config)}  # their second attempt was trained

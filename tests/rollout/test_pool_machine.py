@@ -23,9 +23,9 @@ AHEAD = 2  # batches out at once: one on the ranks, the next formed meanwhile
 
 def rows_of(group: Group) -> list[Row]:
     packs = {"tokens": PackRef(object(), 0)}
-    key = group.key.index
+    key, v = group.key.index, group.version
     return [
-        Row(f"{group.group_id}.{i}", group.group_id, key, 0, 1, 1.0, 1.0, [1.0], 3, 2, 0, 0, packs=dict(packs))
+        Row(f"{group.group_id}.{i}", group.group_id, key, 0, 1, 1.0, 1.0, [1.0], 3, 2, v, v, packs=dict(packs))
         for i in range(SAMPLES)
     ]
 
@@ -55,8 +55,8 @@ class PoolMachine(RuleBasedStateMachine):
         order = PromptOrder(self.prompts, episodes=self.episodes, seed=3)
         return GroupPool(order, **self.settings, version=version)
 
-    def snapshot(self) -> tuple[str, dict[Any, str]]:
-        return json.dumps(self.pool.state()), dict(self.outcomes)  # a checkpoint's client state is JSON
+    def snapshot(self) -> tuple[str, dict[Any, str], int]:
+        return json.dumps(self.pool.state()), dict(self.outcomes), self.version  # a checkpoint's client state is JSON
 
     @property
     def next_version(self) -> int:
@@ -166,7 +166,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(longer=st.integers(0, 1))
     def the_run_is_killed_and_resumes(self, longer: int) -> None:
         """From the last checkpoint, under a version never used before, perhaps for more episodes."""
-        state, outcomes = self.saved
+        state, outcomes, _ = self.saved
         self.episodes = min(self.episodes + longer, 3)
         self.version = self.resumed = self.version + 2
         self.pool = self.make_pool()
@@ -174,6 +174,33 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.refitted(self.version, [])
         self.outcomes, self.held, self.failures = dict(outcomes), [], Counter()
         assert sum(self.pool.outcomes.values()) == len(self.outcomes)
+        self.pool.dispatch()
+
+    @precondition(lambda self: self.held)
+    @rule(which=st.sets(st.integers(0, 7)))
+    def payloads_are_lost(self, which: set[int]) -> None:
+        """Of a batch on the ranks, which do not train it then; the one formed meanwhile waits again too."""
+        lost = {group.group_id for index, group in enumerate(self.held[0]) if index % 8 in which}
+        self.pool.put_back(lost)
+        assert not lost & set(self.pool.ready)
+        self.held = []
+        self.pool.dispatch()
+
+    @rule()
+    def a_rank_dies_and_the_last_checkpoint_is_loaded(self) -> None:
+        """The run goes on by itself; what is under way stays where its tokens may still be trained."""
+        state, outcomes, kept = self.saved
+        kept, version = max(kept, self.resumed), self.version + 1
+        for group_id in self.pool.doomed(kept, version):
+            self.pool.abort(group_id)
+        self.pool.rewind(json.loads(state), kept, version)
+        for group in (*self.pool.ready.values(), *self.pool.in_flight.values()):
+            assert group.version <= kept and version - group.version <= self.settings["max_staleness"]
+        self.version = self.resumed = version
+        self.pool.refitted(version, [])
+        for key in self.outcomes.keys() - outcomes.keys():
+            self.failures.pop(key, None)  # dealt again from the start
+        self.outcomes, self.held = dict(outcomes), []
         self.pool.dispatch()
 
     # ---- what always holds ----
