@@ -7,6 +7,7 @@ error the session is as it was.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import random
 import sys
@@ -50,9 +51,10 @@ ITEMS = [
     {"type": "function_call", "call_id": "c", "name": "weather", "arguments": '{"town": "x"}'},
     {"type": "function_call_output", "call_id": "c", "output": "fine"},
 ]
+PLAIN = {"model": "policy", "messages": [PROMPT]}
 BODIES: dict[str, list[dict[str, Any]]] = {
     "v1/chat/completions": [
-        {"model": "policy", "messages": [PROMPT]},
+        PLAIN,
         {
             "model": "policy",
             "messages": HISTORY,
@@ -160,7 +162,7 @@ def mutated(body: dict[str, Any], dice: random.Random) -> bytes:
             parent = parent[key]
         change = dice.randrange(5)
         if change < 2:
-            parent[last] = dice.choice(VALUES)
+            parent[last] = copy.deepcopy(dice.choice(VALUES))
         elif change == 2:
             del parent[last]
         elif change == 3:
@@ -170,10 +172,10 @@ def mutated(body: dict[str, Any], dice: random.Random) -> bytes:
                 found = found[key] if isinstance(found, dict | list) and whole != ("x",) else found
             parent[last] = json.loads(json.dumps(found))
         elif isinstance(parent, list):
-            parent.insert(0, dice.choice(VALUES))
+            parent.insert(0, copy.deepcopy(dice.choice(VALUES)))
         else:
-            parent[dice.choice(("x", "name", "type", "content", "n", "stream", "messages", "tools"))] = dice.choice(
-                VALUES
+            parent[dice.choice(("x", "name", "type", "content", "n", "stream", "messages", "tools"))] = copy.deepcopy(
+                dice.choice(VALUES)
             )
     text = bytearray(json.dumps(body).encode())
     if dice.random() < 0.2:
@@ -266,9 +268,7 @@ async def fuzz(endpoint: Any, route: str, cases: int) -> Counter[int]:
     for _ in range(cases):
         if session is None:
             session = endpoint.open()
-            status, answer = await post(
-                endpoint.gate, session, "v1/chat/completions", json.dumps(BODIES["v1/chat/completions"][0]).encode()
-            )
+            status, answer = await post(endpoint.gate, session, "v1/chat/completions", json.dumps(PLAIN).encode())
             assert status == 200, answer
             before = state(session)
         body = mutated(dice.choice(BODIES[route]), dice)

@@ -73,7 +73,7 @@ async def client(models):
     config = Config(
         actor={"model_name_or_path": str(models["dense"])},
         data={"max_len": 256},
-        capture={"lease_s": 3},
+        capture={"lease_s": 3, "max_body_mb": 1},
         rollout={"timeout_s": 20},
         run={"name": RUN},
     )
@@ -190,6 +190,9 @@ async def test_serve_s_own_route_forwards_streaming_and_knows_the_dead(client):
         far = openai.AsyncOpenAI(base_url=base, api_key=session.api_key, max_retries=0)
         stream = await far.chat.completions.create(model="policy", messages=[USER], stream=True)
         assert "".join([k.choices[0].delta.content or "" async for k in stream]) == "fine"
+        with pytest.raises(openai.APIStatusError) as large:
+            await far.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x" * 2_000_000}])
+        assert large.value.status_code == 413 and "max_body_mb" in large.value.message
         with pytest.raises(openai.AuthenticationError):
             await far.with_options(api_key="wrong").chat.completions.create(model="policy", messages=[USER])
     assert len(session.segments) == 1
