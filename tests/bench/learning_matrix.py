@@ -304,21 +304,19 @@ def draw(records: list[dict[str, Any]], lags: list[int], target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(lags), figsize=(4 * len(lags), 4), dpi=100, sharey=True, squeeze=False)
-    names = list(dict.fromkeys(map(label, records)))
+    figure, panels = pyplot.subplots(1, len(lags), figsize=(4 * len(lags), 5), dpi=80, sharey=True, squeeze=False)
+    names, colors = list(dict.fromkeys(map(label, records))), pyplot.colormaps["tab20"]
     for lag, axes in zip(lags, panels[0], strict=True):
-        shown: set[str] = set()
         for record in (r for r in records if r["lag"] == lag):
             name = label(record)
-            said = None if name in shown else name.replace("`", "")
-            axes.plot(smooth(record["reward"]), color=f"C{names.index(name)}", linewidth=1, label=said)
-            shown.add(name)
+            axes.plot(smooth(record["reward"]), color=colors(names.index(name) % 20), linewidth=1.3)
         axes.axhline(TARGET, color="grey", linewidth=0.7, linestyle=":")
         axes.set(title=f"lag {lag}", xlabel="step", ylim=(0, 1))
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right", fontsize=6)
     panels[0][0].set_ylabel(f"reward (mean of {WINDOW} steps)")
-    figure.tight_layout()
+    lines = [pyplot.Line2D([], [], color=colors(i % 20)) for i in range(len(names))]
+    figure.legend(lines, [name.replace("`", "") for name in names], loc="lower center", ncols=3, fontsize=8)
+    figure.tight_layout(rect=(0, 0.18, 1, 1))
     figure.savefig(target)
 
 
