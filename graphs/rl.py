@@ -30,6 +30,7 @@ from molt_ray.engine.fleet import Fleet
 from molt_ray.engine.roster import RefitFailed
 from molt_ray.errors import LostPayload
 from molt_ray.experience import Row
+from molt_ray.handles import hang_up
 from molt_ray.handoff import StepPlan, plan_step, quiet_data, to_datasets
 from molt_ray.metrics import MetricsLog, rollout_metrics, stage_report
 from molt_ray.record import RECORD_S, write_records
@@ -382,6 +383,7 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
             stack.push_async_callback(group.shutdown)
         pool = make_pool(config, prompts)
         dispatcher = Dispatcher(config, pool, prompts, keep)
+        stack.push_async_callback(lambda: hang_up(dispatcher.workers))
         stack.push_async_callback(dispatcher.close)
         stop_on_signals(lambda: let_go(config, dispatcher))
         with Timer(startup, "engines, ranks, workers"):

@@ -1,4 +1,4 @@
-"""What every graph that samples has in common: engines, agent workers and, for a ChatAgent, the capture endpoint; and a run that only samples.
+"""What every graph that samples has in common: engines, agent workers and, for a ChatAgent, the capture endpoint.
 
 Guarantees: what `serving` started is gone when it ends, whatever happened.
 """
@@ -18,6 +18,7 @@ from graphs.lifecycle import Timer, stop_on_signals, together
 from molt_ray import resources
 from molt_ray.config import Config
 from molt_ray.engine.fleet import Fleet
+from molt_ray.handles import hang_up
 from serve_apps import agents, capture
 from serve_apps.deploy import app_name, deploy, release, sweep, wait_running
 
@@ -67,11 +68,13 @@ async def serving(config: Config, form: AgentForm, startup: dict[str, float]) ->
         stop_on_signals(lambda: asyncio.to_thread(release, config.run.name))
         with Timer(startup, "engines, workers"):
             await together(startup, engines=fleet.start(), agent_workers=start_workers(config, form))
-        yield workers_of(config)
+        handle = workers_of(config)
+        stack.push_async_callback(hang_up, handle)
+        yield handle
 
 
 def workers_of(config: Config) -> Any:
-    """The handle of the run's agent workers."""
+    """The handle of the run's agent workers; `hang_up` ends it."""
     return serve.get_deployment_handle("AgentWorker", app_name(config.run.name, "agents"))
 
 

@@ -21,6 +21,7 @@ from molt_ray.engine.arguments import check_engine_arguments, sync_backend
 from molt_ray.engine.protocol import DEPLOYMENT
 from molt_ray.engine.roster import NAMESPACE, RefitFailed, Roster, RosterActor, actor_name, check_answers, collect
 from molt_ray.errors import RunError
+from molt_ray.handles import hang_up
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class Fleet:
         except (TimeoutError, DeploymentUnavailableError) as e:
             logger.warning("engines did not answer before they were deleted: %r", e)
         finally:
+            await hang_up(handle)
             if self.actor is not None:
                 await asyncio.to_thread(serve.delete, self.app)
                 ray.kill(self.actor)
