@@ -135,12 +135,6 @@ def check_exactness(c: Config) -> None:
             refuse("algo.advantage.is_correction_level", "binary_kl", remedy)
     elif not 0 <= low <= 1 <= high:
         refuse("algo.advantage.is_correction_threshold", (low, high), "needs 0 <= low <= 1 <= high")
-    if c.rollout.top_p < 1:
-        refuse(
-            "rollout.top_p",
-            c.rollout.top_p,
-            "no turn could be trained: recorded log-probs are renormalised over the nucleus; use 1",
-        )
     if c.reward.clip_range[0] >= c.reward.clip_range[1]:
         refuse("reward.clip_range", c.reward.clip_range, "needs low < high")
 

@@ -307,6 +307,9 @@ class CaptureConfig(Section):
     """Keep sampled thinking in the context where the template would strip it from history, instead of a new segment."""
     train_abandoned: bool = True
     """Train branches that the rest of the rollout does not build on."""
+    max_survivors: int = Field(default=1024, ge=1)
+    """Ids that may be left to sample from after top-p, top-k or min-p. A turn in which more were left somewhere is not trained. The engine
+    lists one more than so many log-probs for each token of such a turn."""
     image_hosts: tuple[str, ...] = ()
     """Hosts from which images given as http(s) URLs are fetched; data URIs need none. `*`: every host with public addresses only; one in a
     private network must be named."""
@@ -326,7 +329,8 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; agents may set another per turn, which the trainer then applies."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; below 1 the recorded log-probs are renormalised and such turns are not trained."""
+    """Nucleus sampling. Below 1 the engine lists what survives of each distribution, and the trainer renormalises over that
+    (capture.max_survivors)."""
     num_runners: int = Field(default=1, ge=1)
     """Agent workers at start."""
     max_runners: int | None = Field(default=None, ge=1)

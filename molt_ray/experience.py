@@ -19,7 +19,7 @@ import numpy as np
 from molt_ray.images import PlacedImage
 
 SCHEMA_VERSION = 2
-TOKENS, MEDIA = "tokens", "media"  # column families (a) and (c)
+TOKENS, SURVIVORS, MEDIA = "tokens", "survivors", "media"  # column families: (a) is the first two, (c) the third
 CONTEXT = -1  # version and turn of a token that no engine sampled
 
 
@@ -51,6 +51,9 @@ class Segment:
     truncated: bool = False  # its last turn ended by length, or the budget was used up
     images: list[PlacedImage] = field(default_factory=list)  # in the order of their places
     pixels: dict[str, np.ndarray] = field(default_factory=dict)  # by digest: uint8 [height, width, 3]
+    # int32 [M]: ids that were left to sample from, and the position of the token that each belongs to, of tokens whose distribution was cut
+    survivor_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    survivor_at: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -235,6 +238,11 @@ def token_payload(segment: Segment) -> Payload:
     return {name: np.ascontiguousarray(source[name], dtype) for name, dtype in TOKEN_COLUMNS.items()}
 
 
+def survivor_payload(segment: Segment) -> Payload:
+    """What the segment's cut distributions left: `ids` and `at`, int32 [M], in the order of the tokens."""
+    return {"ids": segment.survivor_ids, "at": segment.survivor_at}
+
+
 def prompt_digest(ids: np.ndarray, images: list[PlacedImage]) -> str:
     shown = "".join(image.digest for image in images if image.start < len(ids))
     return hashlib.blake2b(ids.tobytes() + shown.encode(), digest_size=8).hexdigest()
@@ -285,5 +293,6 @@ def experiences_of(
             images=segment.images,
         )
         media = {MEDIA: segment.pixels} if segment.pixels and actions else {}
-        out.append(Experience(row, {TOKENS: token_payload(segment)} | media))
+        cut = {SURVIVORS: survivor_payload(segment)} if len(segment.survivor_ids) else {}
+        out.append(Experience(row, {TOKENS: token_payload(segment)} | cut | media))
     return out

@@ -63,7 +63,6 @@ def test_unknown_names_and_wrong_types_in_a_recipe(tree: dict, named: str):
             "--fsdp.attn_implementation",
             "use auto or sdpa",
         ),
-        ([*NEEDED, "--rollout.top_p", "0.9"], "--rollout.top_p", "use 1"),
         ([*NEEDED, "--rollout.num_runners", "3", "--rollout.max_runners", "2"], "--rollout.max_runners 2", "at least"),
         ([*NEEDED, "--algo.advantage.is_correction_threshold", "2", "5"], "is_correction_threshold", "low <= 1"),
         (

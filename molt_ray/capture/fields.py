@@ -33,6 +33,7 @@ def refused(names: str, why: str, *harmless: Any) -> dict[str, Field]:
 
 
 MASKED = "the turn is recorded and not trained: its log-probs cannot be recomputed"
+CUT = "trained over what the engine left to sample from, where that is at most capture.max_survivors ids"
 BUDGET = "the turn trains only where it stayed within the budget"
 ONE_SERVICE = "there is one service here, and what it keeps ends with the session"
 CACHE = "the engine caches prefixes by itself"
@@ -49,9 +50,8 @@ KEEP_ALL_THOUGHTS = {
 # vLLM's own additions to OpenAI's and Anthropic's fields, alike in several dialects.
 SAMPLING = {
     **honoured("temperature", "0 is greedy: " + MASKED),
-    **honoured(
-        "top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias watermarking", MASKED
-    ),
+    **honoured("top_p top_k min_p", CUT),
+    **honoured("presence_penalty frequency_penalty repetition_penalty logit_bias watermarking", MASKED),
     **honoured("seed stop stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens"),
     **honoured("structured_outputs", MASKED),
 }

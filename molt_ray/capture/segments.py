@@ -97,6 +97,7 @@ def segment_of(leaf: SampledTurn, why: dict[SampledTurn, str]) -> Segment:
         images=leaf.context_images(),
     )
     end = 0
+    survivors: dict[int, np.ndarray] = {}
     for index, (turn, untrained) in enumerate(why.items()):
         start = end + len(turn.placement.added)
         end = start + len(turn.token_ids)
@@ -106,7 +107,12 @@ def segment_of(leaf: SampledTurn, why: dict[SampledTurn, str]) -> Segment:
             segment.logprobs[span] = turn.logprobs
             segment.turn_index[span] = index
             segment.versions[span] = turn.versions
+            if not reason:
+                survivors |= dict(enumerate(turn.survivors, start))
         segment.turns.append(Turn(turn.temperature, turn.sampling, turn.finish_reason, not untrained, untrained))
+    if survivors:
+        segment.survivor_ids = np.concatenate(list(survivors.values())).astype(np.int32)
+        segment.survivor_at = np.repeat(np.array(list(survivors), np.int32), [len(ids) for ids in survivors.values()])
     return segment
 
 

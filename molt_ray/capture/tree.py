@@ -32,9 +32,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
+import numpy as np
+
 from molt_ray.capture.continuation import Conversation, PrefixBreak, Rendering, agreement, appended_ids, beside
 from molt_ray.capture.message import Message, canonical, digests, dumps
-from molt_ray.capture.sampling import why_unusable
+from molt_ray.capture.sampling import is_cut, why_unusable
 from molt_ray.capture.segments import segments_of
 from molt_ray.capture.template import Template
 from molt_ray.experience import Segment
@@ -89,6 +91,7 @@ class SampledTurn:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    survivors: list[np.ndarray] = field(default_factory=list)  # of each token, of a turn whose distribution was cut
     reply: Message | None = None
     finish_reason: str = ""
     state: Literal["running", "finished", "aborted"] = "running"
@@ -127,14 +130,24 @@ class SampledTurn:
             turn = turn.parent
         return [image for piece in reversed(pieces) for image in piece]
 
-    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Records sampled ids, before they are passed on. Raises ValueError on ids without log-probs."""
+    def extend(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        survivors: Sequence[np.ndarray | None] | None = None,
+    ) -> None:
+        """Records sampled ids, before they are passed on. `survivors`: of each id, what was left to sample from, int32, where the distribution
+        was cut; None where that is not known, and the turn does not train. Raises ValueError on ids without log-probs."""
         if len(token_ids) != len(logprobs):
             raise ValueError(f"{len(token_ids)} sampled ids came with {len(logprobs)} log-probs")
         if self.state != "running":
             raise ValueError(f"turn {self.index} is {self.state}: it takes no more tokens")
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
+        if is_cut(self.sampling) and len(token_ids):
+            known = survivors is not None and all(one is not None for one in survivors)
+            self.unusable = self.unusable or ("" if known else "survivors")
+            self.survivors.extend(survivors if known else [])
 
 
 @dataclass(slots=True)

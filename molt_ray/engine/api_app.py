@@ -57,7 +57,7 @@ async def build_gate(config: Config, sessions: Sessions, stream: Stream, images:
         model_config=engine_args.create_model_config(),
         structured_outputs_config=engine_args.create_structured_outputs_config(),
     )
-    client = CaptureEngineClient(vllm_config, stream)
+    client = CaptureEngineClient(vllm_config, stream, config.capture.max_survivors)
     app = build_app(args, ("generate",), client.model_config)
     await init_app_state(client, app.state, args, ("generate",))
     renderer = app.state.online_renderer
@@ -86,6 +86,7 @@ def api_arguments(config: Config) -> Any:
         "--mm-processor-cache-gb",
         "1",
     ]  # an image is processed once, not in every turn; its features never leave this process
+    words += ["--max-logprobs", str(max(20, capture.max_survivors + 1))]
     if capture.tool_call_parser:
         words += ["--enable-auto-tool-choice", "--tool-call-parser", capture.tool_call_parser]
     if capture.reasoning_parser:

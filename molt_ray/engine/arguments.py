@@ -82,6 +82,7 @@ def engine_arguments(config: Config, *, gpu: bool) -> dict[str, Any]:
         weight_transfer_config={"backend": sync_backend(config, gpu=gpu)},
         worker_extension_cls=EXTENSION,
         disable_log_stats=True,
+        max_logprobs=max(20, config.capture.max_survivors + 1),
         mm_processor_cache_gb=0,  # images are kept by our own store, for all of a run's callers
     )
     if config.capture.reasoning_parser:

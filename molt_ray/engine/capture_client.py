@@ -20,6 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from molt_ray.capture.gate import EXCHANGE
+from molt_ray.capture.sampling import CUTS, listed_logprobs
 from molt_ray.capture.session import Exchange
 from molt_ray.capture.tree import Placement
 from molt_ray.engine.recording import Recording
@@ -38,7 +39,7 @@ Stream = Callable[[Any, SamplingParams, str, str, dict[str, Any]], AsyncGenerato
 class CaptureEngineClient(EngineClient):
     """The engine as vLLM's serving classes see it: calls `stream`, records what comes, and passes it on."""
 
-    def __init__(self, vllm_config: VllmConfig, stream: Stream) -> None:
+    def __init__(self, vllm_config: VllmConfig, stream: Stream, max_survivors: int) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
@@ -46,6 +47,7 @@ class CaptureEngineClient(EngineClient):
             self.renderer.__class__ = TextRenderer
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self.stream = stream
+        self.max_survivors = max_survivors
 
     def attach(self, renderer: CaptureRenderer) -> None:
         """Takes the renderer whose parsers make replies of sampled text."""
@@ -69,7 +71,7 @@ class CaptureEngineClient(EngineClient):
             return
         self.adjust(sampling_params, exchange)
         self.verify(sampling_params)
-        recording = Recording(exchange, sampling_params, self.replies)
+        recording = Recording(exchange, sampling_params, self.replies, self.model_config.get_vocab_size())
         wanted = {name: value for name, value in options.items() if value is not None and name in FORWARDED}
         outputs = self.stream(
             bare(prompt, exchange.placement), sampling_params, request_id, exchange.session.group_id, wanted
@@ -107,6 +109,10 @@ class CaptureEngineClient(EngineClient):
         session = exchange.session
         if params.logprobs is None and not params.logprob_token_ids:
             params.logprobs = 0  # of the sampled token only; the reply shows them only to a client that asked
+        if params.logprobs is not None and params.logprobs >= 0:
+            cut = {name: getattr(params, name) for name in CUTS}
+            listed = listed_logprobs(cut, self.max_survivors, self.model_config.get_vocab_size())
+            params.logprobs = max(params.logprobs, listed)
         if params.seed is None and session.seed is not None:
             params.seed = session.seed + len(session.tree.turns)
         if (cap := session.sampling.get("max_tokens")) is not None:

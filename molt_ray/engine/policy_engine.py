@@ -20,6 +20,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from molt_ray.capture.sampling import listed_logprobs
 from molt_ray.config import Config
 from molt_ray.engine.arguments import engine_arguments, kv_cache_bytes
 from molt_ray.engine.busy import BusyClock
@@ -27,6 +28,7 @@ from molt_ray.engine.image_store import ImageStore
 from molt_ray.engine.load import SchedulerLoad
 from molt_ray.engine.protocol import MESSAGE_TOKENS, ContextTooLong, EngineError, GenerateRequest, Generation
 from molt_ray.engine.scaling import KV_USE, WAITING
+from molt_ray.engine.survivors import flat_survivors, shortened
 from molt_ray.images import Image, ImageTokens
 
 STREAM_INTERVAL_S = (
@@ -83,6 +85,10 @@ class PolicyEngine:
 
     # ---- generation ----
 
+    @property
+    def vocabulary(self) -> int:
+        return self.llm.model_config.get_vocab_size()
+
     def sampling_params(self, request: GenerateRequest) -> SamplingParams:
         """The request's settings as vLLM's, for a final answer with one log-prob a token.
 
@@ -97,7 +103,8 @@ class PolicyEngine:
         return SamplingParams(
             **sampling,
             max_tokens=room if wanted is None else min(wanted, room),
-            logprobs=0,  # the sampled token's, and no other
+            # The sampled token's, and no other, unless what else could have been sampled must be known.
+            logprobs=listed_logprobs(sampling, self.config.capture.max_survivors, self.vocabulary),
             flat_logprobs=True,  # plain lists instead of a dict and an object for each token
             detokenize=request.text or bool(sampling.get("stop")),
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -123,7 +130,7 @@ class PolicyEngine:
             raise EngineError(f"request {request.request_id}: {type(e).__name__}: {e}") from e
         if output is None:
             raise EngineError(f"request {request.request_id}: vLLM ended it without an output")
-        return generation_of(output)
+        return generation_of(output, self.vocabulary if params.logprobs else 0)
 
     async def outcome(self, request: GenerateRequest) -> Outcome:
         """`generate`, with an error of this one request as its value."""
@@ -165,6 +172,8 @@ class PolicyEngine:
             async with aclosing(self.llm.generate(prompt, sampling_params, request_id, **options)) as outputs:
                 async for output in outputs:
                     sent = loop.time()
+                    for part in output.outputs if sampling_params.logprobs else ():
+                        part.logprobs = [shortened(at) for at in part.logprobs or ()]
                     yield output
                     if deltas and not output.finished:
                         await asyncio.sleep(max(0.0, sent + STREAM_INTERVAL_S - loop.time()))
@@ -242,7 +251,7 @@ def messages(items: list[tuple[int, Outcome]]) -> Iterator[list[tuple[int, Outco
     message: list[tuple[int, Outcome]] = []
     tokens = 0
     for index, outcome in items:
-        size = len(outcome.token_ids) if isinstance(outcome, Generation) else 0
+        size = tokens_of(outcome) if isinstance(outcome, Generation) else 0
         if message and tokens + size > MESSAGE_TOKENS:
             yield message
             message, tokens = [], 0
@@ -252,12 +261,21 @@ def messages(items: list[tuple[int, Outcome]]) -> Iterator[list[tuple[int, Outco
         yield message
 
 
-def generation_of(output: RequestOutput) -> Generation:
-    """The plain data of a finished request. Raises EngineError when vLLM left ids, log-probs or versions out."""
+def tokens_of(generation: Generation) -> int:
+    """Its size on the wire, in ids with their log-probs; a surviving id takes a third of one."""
+    return len(generation.token_ids) + sum(len(ids) for ids in generation.survivors or () if ids is not None) // 3
+
+
+def generation_of(output: RequestOutput, vocabulary: int = 0) -> Generation:
+    """The plain data of a finished request, with survivors where its `vocabulary` is given. Raises EngineError when vLLM left ids, log-probs or
+    versions out."""
     completion = output.outputs[0]
     ids = list(completion.token_ids)
     # A request that was aborted before its first token has neither log-probs nor spans.
-    logprobs = list(completion.logprobs.logprobs) if completion.logprobs else []
+    listed = completion.logprobs
+    logprobs = (
+        [listed.logprobs[first] for first in listed.start_indices] if listed else []
+    )  # the sampled id's stands first
     spans = [(int(span.version), span.start, span.end) for span in completion.weight_versions or []]
     generation = Generation(
         token_ids=ids,
@@ -267,6 +285,7 @@ def generation_of(output: RequestOutput) -> Generation:
         stop_reason=completion.stop_reason,
         text=completion.text,
         cached_tokens=output.num_cached_tokens or 0,
+        survivors=flat_survivors(listed, vocabulary) if vocabulary and listed else None,
     )
     if len(logprobs) != len(ids) or sum(end - start for _, start, end in spans) != len(ids):
         raise EngineError(

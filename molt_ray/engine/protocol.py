@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from molt_ray.images import Image, ImageTokens, PlacedImage
 
 DEPLOYMENT = "PolicyEngine"  # in the Serve application `<run.name>-engine`
@@ -40,6 +42,7 @@ class Generation:
     stop_reason: int | str | None = None
     text: str = ""
     cached_tokens: int = 0
+    survivors: list[np.ndarray | None] | None = None  # see SampledTurn.extend
 
     def versions(self) -> list[int]:
         """The policy version of each token. Raises when the spans do not cover the tokens."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from molt_ray.experience import ADDED_COLUMNS, Experience
+from molt_ray.experience import ADDED_COLUMNS, SURVIVORS, Experience
 from molt_ray.handoff import Share, StepPlan
 from molt_ray.trainer.shared_prefix import Bundle, common_prefixes
 from molt_ray.trainer.vision import Eyes, View, covered, pictures
@@ -30,6 +30,19 @@ class Sample:
     window: int
     micro: int
     share: Share
+
+
+@dataclass(slots=True)
+class Survivors:
+    """What was left to sample from: `ids` int64 [M], and `token` int64 [M], ascending: the action token that each belongs to."""
+
+    ids: torch.Tensor
+    token: torch.Tensor
+
+    def within(self, part: slice) -> Survivors:
+        """Those of the action tokens `part`, which count from 0 there."""
+        first, last = torch.searchsorted(self.token, torch.tensor([part.start, part.stop])).tolist()
+        return Survivors(self.ids[first:last], self.token[first:last] - part.start)
 
 
 @dataclass(slots=True)
@@ -55,6 +68,7 @@ class MicroBatch:
     tokens: int  # of the segments: padding and dummies not counted, a shared prefix once for each
     bundles: list[Bundle] = field(default_factory=list)  # what fills the row when shared
     added: dict[str, torch.Tensor] = field(default_factory=dict)  # what other ranks told: float32 [N] each, by column
+    survivors: Survivors | None = None  # of tokens whose distribution was cut; None when none was
     view: View | None = None  # the images, of a model that sees them
 
 
@@ -148,6 +162,7 @@ def collate(samples: list[Sample], layout: str, eyes: Eyes | None = None) -> Mic
         tokens=sum(len(c["token_ids"]) for c in columns),
         bundles=bundles,
         added=added_columns(samples),
+        survivors=survivors_of(samples, actions),
         view=None if eyes is None else view_of(eyes, samples, images, shape, places, ids),
     )
 
@@ -160,6 +175,17 @@ def added_columns(samples: list[Sample]) -> dict[str, torch.Tensor]:
         for name, family in names.items()
         if samples and family in samples[0].experience.heavy
     }
+
+
+def survivors_of(samples: list[Sample], actions: list[np.ndarray]) -> Survivors | None:
+    """Of the action tokens, numbered over all samples."""
+    ids, tokens, before = [], [], 0
+    for sample, at in zip(samples, actions, strict=True):
+        if (columns := sample.experience.heavy.get(SURVIVORS)) is not None:
+            ids.append(columns["ids"])
+            tokens.append(before + np.searchsorted(at, columns["at"]))
+        before += len(at)
+    return Survivors(flat(ids, np.int64), flat(tokens, np.int64)) if ids else None
 
 
 def view_of(

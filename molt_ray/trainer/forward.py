@@ -21,7 +21,7 @@ from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
 from transformers.utils import is_flash_attn_2_available
 
 from molt_ray.config import Config, ConfigError
-from molt_ray.trainer.collate import MicroBatch
+from molt_ray.trainer.collate import MicroBatch, Survivors
 from molt_ray.trainer.mesh import Mesh, local, reshard
 from molt_ray.trainer.shared_prefix import ATTENTION, Bundle
 from molt_ray.trainer.vision import auto_class, axes, embedding, image_id_of, positions, sees
@@ -38,24 +38,25 @@ class ChunkedScore(torch.autograd.Function):
 
     hidden [N, D]; head [V or a tensor-parallel shard of it, D]; target int64 [N]; temperature float32 [N]. Keeps per-token
     statistics and computes a chunk's logits again in the backward pass. With z the scaled logits, p their softmax:
-    d logp/dz = onehot - p and dH/dz = -p (log p + H).
+    d logp/dz = onehot - p and dH/dz = -p (log p + H). For tokens of `survivors` the softmax is over those ids alone: z of the others is
+    minus infinity, and so p is 0 there.
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, target, temperature, first, group):
+    def forward(ctx, hidden, head, target, temperature, first, group, survivors):
         """`first` is the first vocabulary id of this rank's shard, `group` the ranks that hold the others (None: whole head)."""
         ctx.chunk = max(1, CHUNK_BYTES // (4 * len(head)))
         stats = torch.empty(len(hidden), 4, device=hidden.device)  # of this shard: max, sum e, sum e·z, target's z
         for part in chunks(len(hidden), ctx.chunk):
-            z = scaled_logits(hidden[part], head, temperature[part])
+            z = cut(scaled_logits(hidden[part], head, temperature[part]), part, first, survivors)
             peak = z.amax(-1)
-            e = (z - peak[:, None]).exp()
+            e = (z - torch.where(peak == -torch.inf, 0.0, peak)[:, None]).exp()  # a shard may hold no survivor
             hit, column = owned(target[part], first, len(head))
             chosen = torch.where(hit, z.gather(-1, column[:, None])[:, 0], 0.0)
-            stats[part] = torch.stack([peak, e.sum(-1), (e * z).sum(-1), chosen], -1)
+            stats[part] = torch.stack([peak, e.sum(-1), torch.where(e == 0, 0.0, e * z).sum(-1), chosen], -1)
         lse, entropy, chosen = combine(stats, group)
         ctx.save_for_backward(hidden, head, target, temperature, lse, entropy)
-        ctx.first, ctx.group = first, group
+        ctx.first, ctx.group, ctx.survivors = first, group, survivors
         return chosen - lse, entropy
 
     @staticmethod
@@ -67,11 +68,12 @@ class ChunkedScore(torch.autograd.Function):
         for part in chunks(len(hidden), ctx.chunk):
             on = live[part, None]
             h = torch.where(on, hidden[part], 0.0)
-            z = scaled_logits(h, head, temperature[part])
+            z = cut(scaled_logits(h, head, temperature[part]), part, ctx.first, ctx.survivors)
             logp = z - torch.where(on, lse[part, None], 0.0)
             p = logp.exp()
             h_part = torch.where(on, entropy[part, None], 0.0)
             dz = -p * (grad_logp[part, None] + grad_entropy[part, None] * (logp + h_part))
+            dz = torch.where(p == 0, 0.0, dz)
             hit, column = owned(target[part], ctx.first, len(head))
             dz.scatter_add_(1, column[:, None], torch.where(hit, grad_logp[part], 0.0)[:, None])
             dz = torch.where(on, dz / temperature[part, None], 0.0).to(head.dtype)
@@ -79,7 +81,7 @@ class ChunkedScore(torch.autograd.Function):
             grad_head += (dz.t() @ h).float()
         if ctx.group is not None:
             dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden.to(hidden.dtype), grad_head.to(head.dtype), None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_head.to(head.dtype), None, None, None, None, None
 
 
 def chunks(n: int, size: int) -> list[slice]:
@@ -89,6 +91,19 @@ def chunks(n: int, size: int) -> list[slice]:
 def scaled_logits(hidden: torch.Tensor, head: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     # Divided in float32: in bfloat16 the division alone moves log-probs by up to 0.13 nat.
     return (hidden @ head.t()).float() / temperature[:, None]
+
+
+def cut(z: torch.Tensor, part: slice, first: int, survivors: Survivors | None) -> torch.Tensor:
+    """Scaled logits [n, V] of the tokens `part`, minus infinity for ids that could not be sampled. `first`: the shard's first id."""
+    if survivors is None:
+        return z
+    mine = survivors.within(part)
+    rows, ids = mine.token.to(z.device), mine.ids.to(z.device)
+    alive = torch.ones_like(z, dtype=torch.bool)
+    alive[rows] = False
+    hit, column = owned(ids, first, z.shape[1])
+    alive[rows[hit], column[hit]] = True
+    return torch.where(alive, z, -torch.inf)
 
 
 def owned(target: torch.Tensor, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,7 +157,7 @@ def score(model: PreTrainedModel, batch: MicroBatch, mesh: Mesh) -> tuple[torch.
         sharded = len(head) != weight.shape[0]
         first = mesh.both.get_mesh("tp").get_local_rank() * len(head) if sharded else 0
         group = mesh.tp_group if sharded else None
-        return ChunkedScore.apply(hidden[predict], head, target, temperature, first, group)
+        return ChunkedScore.apply(hidden[predict], head, target, temperature, first, group, batch.survivors)
 
     mask = None if batch.attention_mask is None else batch.attention_mask.to(device)
     ids, position_ids = batch.input_ids.to(device), batch.position_ids.to(device)

@@ -1,4 +1,5 @@
-"""Images through the whole loop on real parts: the trainer sees what the engine saw, before and after refits of the vision tower."""
+"""Images and nucleus sampling through the whole loop on real parts: the trainer sees what the engine saw, before and after refits of the
+vision tower, and renormalises over what the engine left to sample from."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def prompts_with_images(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["env", "chat"])
-def test_three_steps_with_images(form: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_three_steps_with_images_and_top_p(form: str, models: dict[str, Path], tmp_path: Path) -> None:
     flags = {
         "actor.model_name_or_path": models["vlm"],
         "actor.num_gpus_per_node": 2,
@@ -61,6 +62,7 @@ def test_three_steps_with_images(form: str, models: dict[str, Path], tmp_path: P
         "rollout.batch_size": 16,
         "rollout.n_samples_per_prompt": 4,
         "rollout.max_new_tokens": 8,
+        "rollout.top_p": 0.9,
         "rollout.timeout_s": 60,
         "train.agent_path": HERE / f"agents/pictures_{form}.py",
         "train.max_tokens_per_gpu": 400,  # two or three segments: some microbatches of text prompts

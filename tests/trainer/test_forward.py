@@ -10,6 +10,7 @@ import torch
 from ranks import make_config, run_ranks
 
 from molt_ray.trainer import forward
+from molt_ray.trainer.collate import Survivors
 from molt_ray.trainer.forward import ChunkedScore
 
 N, D, V = 37, 16, 50
@@ -34,7 +35,7 @@ def test_values_and_gradients_equal_full_logits(chunk: int, monkeypatch: pytest.
     monkeypatch.setattr(forward, "CHUNK_BYTES", chunk * V * 4)
     weights = torch.randn(2, N, generator=torch.Generator().manual_seed(1))
     results = []
-    for compute in (lambda *a: ChunkedScore.apply(*a, 0, None), full):
+    for compute in (lambda *a: ChunkedScore.apply(*a, 0, None, None), full):
         hidden, head, target, temperature = problem()
         logp, entropy = compute(hidden, head, target, temperature)
         (logp * weights[0] + entropy * weights[1]).sum().backward()
@@ -43,9 +44,55 @@ def test_values_and_gradients_equal_full_logits(chunk: int, monkeypatch: pytest.
         assert torch.allclose(ours, theirs.float(), atol=2e-5, rtol=1e-5)
 
 
+def survivors() -> tuple[Survivors, torch.Tensor]:
+    """Of every third token five ids, its target among them; and bool [N, V]: what could be sampled."""
+    g = torch.Generator().manual_seed(2)
+    target = problem()[2]
+    alive = torch.ones(N, V, dtype=torch.bool)
+    for token in range(0, N, 3):
+        alive[token] = False
+        alive[token, torch.randperm(V, generator=g)[:4]] = True
+        alive[token, target[token]] = True
+    tokens, ids = alive[::3].nonzero().unbind(-1)
+    return Survivors(ids, tokens * 3), alive
+
+
+@pytest.mark.parametrize("chunk", [1, 7, N, 1000])
+def test_over_survivors_values_and_gradients_are_those_of_the_renormalised_distribution(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "CHUNK_BYTES", chunk * V * 4)
+    weights = torch.randn(2, N, generator=torch.Generator().manual_seed(1))
+    given, alive = survivors()
+    hidden, head, target, temperature = problem()
+    logp, entropy = ChunkedScore.apply(hidden, head, target, temperature, 0, None, given)
+    (logp * weights[0] + entropy * weights[1]).sum().backward()
+    exact_hidden, exact_head = (x.detach().double().requires_grad_() for x in (hidden, head))
+    z = (exact_hidden @ exact_head.t() / temperature.double()[:, None]).masked_fill(~alive, -torch.inf)
+    exact = z.log_softmax(-1)
+    p = exact.exp()
+    exact_entropy = -(p * exact.masked_fill(~alive, 0.0)).sum(-1)
+    chosen = exact.gather(-1, target[:, None])[:, 0]
+    (chosen * weights[0] + exact_entropy * weights[1]).sum().backward()
+    for ours, theirs in (
+        (logp, chosen),
+        (entropy, exact_entropy),
+        (hidden.grad, exact_hidden.grad),
+        (head.grad, exact_head.grad),
+    ):
+        assert torch.allclose(ours.double(), theirs, atol=2e-5, rtol=1e-5)
+
+
+def test_a_target_that_did_not_survive_is_not_finite() -> None:
+    hidden, head, target, temperature = problem()
+    other = Survivors((target[4:5] + 1) % V, torch.tensor([4]))
+    logp, _ = ChunkedScore.apply(hidden, head, target, temperature, 0, None, other)
+    assert logp[4] == -torch.inf and torch.isfinite(torch.cat([logp[:4], logp[5:]])).all()
+
+
 def test_no_action_tokens_still_give_a_gradient_of_zeros() -> None:
     hidden, head, target, temperature = problem()
-    logp, entropy = ChunkedScore.apply(hidden[:0], head, target[:0], temperature[:0], 0, None)
+    logp, entropy = ChunkedScore.apply(hidden[:0], head, target[:0], temperature[:0], 0, None, None)
     (logp.sum() + entropy.sum()).backward()
     assert logp.shape == entropy.shape == (0,)
     assert not head.grad.any() and not hidden.grad.any()
@@ -56,7 +103,7 @@ def test_a_row_that_is_not_finite_and_masked_out_reaches_no_gradient() -> None:
     spoiled = hidden.detach().clone()
     spoiled[3] = float("nan")
     spoiled.requires_grad_()
-    logp, _ = ChunkedScore.apply(spoiled, head, target, temperature, 0, None)
+    logp, _ = ChunkedScore.apply(spoiled, head, target, temperature, 0, None, None)
     keep = torch.isfinite(logp.detach())
     torch.where(keep, logp, 0.0).sum().backward()
     assert keep.sum() == N - 1
@@ -65,7 +112,7 @@ def test_a_row_that_is_not_finite_and_masked_out_reaches_no_gradient() -> None:
 
 def test_bfloat16_divides_by_the_temperature_in_float32() -> None:
     hidden, head, target, temperature = problem(torch.bfloat16)
-    logp, _ = ChunkedScore.apply(hidden, head, target, temperature, 0, None)
+    logp, _ = ChunkedScore.apply(hidden, head, target, temperature, 0, None, None)
     logits = (hidden @ head.t()).float()  # bfloat16 logits, as an engine has them
     expected = (logits / temperature[:, None]).log_softmax(-1).gather(-1, target[:, None])[:, 0]
     assert torch.allclose(logp, expected, atol=1e-5)
