@@ -18,7 +18,7 @@ from ray import serve
 from safetensors.numpy import load_file
 
 import graphs.rl
-from molt_ray.config import parse
+from molt_ray.command_line import parse
 from molt_ray.metrics import read_metrics
 
 HERE = Path(__file__).parent
