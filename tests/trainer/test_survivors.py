@@ -85,7 +85,10 @@ def scores(mesh: Any, folder: Path, tp: int) -> list[np.ndarray]:
     from molt_ray.trainer.forward import load_policy, score
 
     model = load_policy(make_config(folder, fsdp__tp_size=tp), mesh)
-    samples = [Sample(e, np.zeros(()), 0, 0, Share(0.0, i, e.row.action_tokens)) for i, e in enumerate(rollouts())]
+    samples = [
+        Sample(e, np.zeros(()), 0, 0, Share(0.0, i, e.row.action_tokens, segment=i, last=True))
+        for i, e in enumerate(rollouts())
+    ]
     with torch.no_grad():
         return [score(model, collate(samples, layout), mesh)[0].numpy() for layout in ("padded", "packed")]
 
