@@ -49,11 +49,10 @@ class Image:
         """
         if isinstance(given, Image):
             return given
-        if isinstance(given, Mapping) and isinstance(given.get("bytes"), bytes):
-            given = given["bytes"]
+        given = bare(given)
         try:
             pixels = decoded(from_data_uri(given) if isinstance(given, str) else given)
-        except (OSError, ValueError, TypeError, SyntaxError) as e:  # PIL raises all of them over broken files
+        except Exception as e:  # Pillow raises all kinds of errors over broken files
             raise ImageError(f"not an image: {e}") from None
         shape = np.asarray(pixels.shape, np.int64)
         return cls(hashlib.blake2b(shape.tobytes() + pixels.tobytes(), digest_size=16).hexdigest(), pixels)
@@ -63,8 +62,13 @@ class Image:
         from PIL import Image as Pil
 
         with io.BytesIO() as file:
-            Pil.fromarray(self.pixels).save(file, "PNG")
+            Pil.fromarray(self.pixels).save(file, "PNG", compress_level=1)
             return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def bare(given: Any) -> Any:
+    """The bytes of an image as Parquet files hold it; anything else as it is."""
+    return given["bytes"] if isinstance(given, Mapping) and isinstance(given.get("bytes"), bytes) else given
 
 
 def decoded(given: Any) -> np.ndarray:
@@ -168,6 +172,12 @@ def image_parts(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
             yield from (part for part in content if is_image(part))
 
 
+def urls_of(messages: Sequence[Message]) -> list[str]:
+    """The URLs of the images in the messages, in order."""
+    shown = [source_of(part) for part in image_parts(messages) if part.get("type") not in OTHER_MEDIA]
+    return [source for source in shown if isinstance(source, str)]
+
+
 def with_images(
     messages: Sequence[Message], images: Sequence[Any], as_part: Callable[[Any], dict[str, Any]]
 ) -> list[Message]:
@@ -200,8 +210,21 @@ def with_images(
 
 
 def url_part(image: Any) -> dict[str, Any]:
-    """An OpenAI content part that holds the image; a string is taken as its URL. Raises ImageError."""
+    """An OpenAI content part that holds the image; a string is taken as its URL, a file's bytes are passed on. Raises ImageError."""
+    image = bare(image)
+    if isinstance(image, bytes):
+        image = f"data:image/{file_kind(image)};base64,{base64.b64encode(image).decode()}"
     return {"type": "image_url", "image_url": {"url": image if isinstance(image, str) else Image.of(image).data_uri()}}
+
+
+def file_kind(data: bytes) -> str:
+    """png, jpeg, … Raises ImageError."""
+    from PIL import Image as Pil
+
+    try:
+        return str(Pil.open(io.BytesIO(data), formats=FORMATS).format).lower()
+    except Exception as e:
+        raise ImageError(f"not an image: {e}") from None
 
 
 def held_part(image: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from molt_ray.capture.dialect import dialect_of, error_body
 from molt_ray.capture.server import bind, start
 from molt_ray.capture.session import Session, SessionError, SessionIds, Sessions
 from molt_ray.config import Config
-from molt_ray.engine.client import given_images
+from molt_ray.engine.image_sender import ImageSender
 from molt_ray.images import Image, ImageTokens
 from molt_ray.resources import CAPTURE_CPUS
 from serve_apps.engine import with_variables
@@ -50,6 +50,7 @@ class Capture:
         handle = serve.get_deployment_handle("PolicyEngine", f"{config.run.name}-engine")
         # gRPC: 0.2 ms a streamed item instead of 1.2 through the object store. No references travel here: they would leak.
         self.engine = handle.options(stream=True, _by_reference=False)
+        self.sender = ImageSender(self.engine)
         sock = bind(config.capture.host)
         owner = f"{advertised(config)}:{sock.getsockname()[1]}"
         self.ids = SessionIds(secret)
@@ -99,7 +100,7 @@ class Capture:
 
     async def images(self, images: Sequence[Image], group_id: str) -> list[ImageTokens]:
         """Gives the group's engine the images that it lacks."""
-        return await given_images(self.engine, images, group_id)
+        return await self.sender.send(images, group_id)
 
     async def reap(self) -> None:
         while True:

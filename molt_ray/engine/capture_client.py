@@ -25,6 +25,7 @@ from molt_ray.capture.session import Exchange
 from molt_ray.capture.tree import Placement
 from molt_ray.engine.recording import Recording
 from molt_ray.engine.replies import ReplyParser
+from molt_ray.engine.survivors import Listed
 from molt_ray.engine.text_renderer import TextRenderer
 
 if TYPE_CHECKING:
@@ -78,6 +79,9 @@ class CaptureEngineClient(EngineClient):
         )
         try:
             async for output in outputs:
+                for part in output.outputs:
+                    if isinstance(part.logprobs, Listed):
+                        part.logprobs = part.logprobs.positions()
                 recording.add(output)
                 yield output
         finally:

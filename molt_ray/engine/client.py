@@ -14,6 +14,7 @@ from typing import Any
 
 from ray import serve
 
+from molt_ray.engine.image_sender import ImageSender
 from molt_ray.engine.protocol import DEPLOYMENT, MESSAGE_TOKENS, EngineError, GenerateRequest, Generation
 from molt_ray.images import Image, ImageError, ImageTokens
 
@@ -33,6 +34,7 @@ class EngineClient:
         # gRPC instead of the object store: a streamed item takes 0.2 ms instead of 1.2. No object references in it: they would leak.
         handle = serve.get_deployment_handle(DEPLOYMENT, f"{run_name}-engine")
         self.handle = handle.options(_by_reference=False)
+        self.sender = ImageSender(self.handle)
         self.timeout_s = timeout_s
         self.waiting: dict[str, list[Pending]] = {}
         self.tasks: set[asyncio.Task[None]] = set()
@@ -53,7 +55,7 @@ class EngineClient:
     async def images(self, images: Sequence[Image], *, group_id: str) -> list[ImageTokens]:
         """Raises ImageError for one that the model cannot take; EngineError when the engine died or missed the deadline."""
         try:
-            return await asyncio.wait_for(given_images(self.handle, images, group_id), self.timeout_s)
+            return await asyncio.wait_for(self.sender.send(images, group_id), self.timeout_s)
         except ImageError:
             raise
         except Exception as e:
@@ -102,20 +104,6 @@ class EngineClient:
 
     async def tell_abort(self, request_ids: list[str]) -> None:
         await self.handle.broadcast("abort", request_ids).results_async(return_exceptions=True)
-
-
-async def given_images(handle: Any, images: Sequence[Image], group_id: str) -> list[ImageTokens]:
-    """Asks the group's replica which of the images it holds and sends the others. `handle`: of the engine deployment, by value."""
-    digests = [image.digest for image in images]
-    known = await handle.options(stream=False, session_id=group_id).known_images.remote(digests)
-    lacking = {image.digest: image for image in images if known.get(image.digest) is None}
-    if lacking:
-        # Through the object store: pixels are larger than the 4 MiB that a message over gRPC may have.
-        bulk = handle.options(stream=False, session_id=group_id, _by_reference=True)
-        known |= await bulk.add_images.remote(list(lacking.values()))
-    if refusals := [why for why in known.values() if isinstance(why, str)]:
-        raise ImageError(refusals[0])
-    return [known[digest] for digest in digests]
 
 
 def settle(future: asyncio.Future[Generation], outcome: Generation | Exception) -> None:

@@ -51,7 +51,8 @@ class ImageStore:
         answers: dict[str, ImageTokens | str] = {}
         for image in images:
             try:
-                self.keep(await processed(self.renderer, image))
+                if image.digest not in self.held:
+                    self.keep(await processed(self.renderer, image))
                 answers[image.digest] = self.held[image.digest].tokens
             except Exception as e:  # a processor may refuse an image in any way it likes
                 answers[image.digest] = f"the model cannot take this image: {type(e).__name__}: {e}"

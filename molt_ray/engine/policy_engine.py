@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import aclosing
 from typing import Any, Literal
 
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -28,7 +29,7 @@ from molt_ray.engine.image_store import ImageStore
 from molt_ray.engine.load import SchedulerLoad
 from molt_ray.engine.protocol import MESSAGE_TOKENS, ContextTooLong, EngineError, GenerateRequest, Generation
 from molt_ray.engine.scaling import KV_USE, WAITING
-from molt_ray.engine.survivors import flat_survivors, shortened
+from molt_ray.engine.survivors import Listed, flat_survivors
 from molt_ray.images import Image, ImageTokens
 
 STREAM_INTERVAL_S = (
@@ -160,7 +161,8 @@ class PolicyEngine:
     async def stream(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """vLLM's own generate for a caller that speaks its types; `options` are that method's. `prompt` may hold `images`, placed.
+        """vLLM's own generate for a caller that speaks its types; `options` are that method's. `prompt` may hold `images`, placed;
+        log-probs of more than the sampled ids come as `Listed`.
 
         Deltas are gathered for STREAM_INTERVAL_S after the first. Closing the iterator or cancelling its task aborts the request.
         """
@@ -173,7 +175,7 @@ class PolicyEngine:
                 async for output in outputs:
                     sent = loop.time()
                     for part in output.outputs if sampling_params.logprobs else ():
-                        part.logprobs = [shortened(at) for at in part.logprobs or ()]
+                        part.logprobs = Listed.of(part.logprobs or ())
                     yield output
                     if deltas and not output.finished:
                         await asyncio.sleep(max(0.0, sent + STREAM_INTERVAL_S - loop.time()))
@@ -263,7 +265,8 @@ def messages(items: list[tuple[int, Outcome]]) -> Iterator[list[tuple[int, Outco
 
 def tokens_of(generation: Generation) -> int:
     """Its size on the wire, in ids with their log-probs; a surviving id takes a third of one."""
-    return len(generation.token_ids) + sum(len(ids) for ids in generation.survivors or () if ids is not None) // 3
+    n = len(generation.token_ids)
+    return n if generation.survivor_ids is None else n + (n + len(generation.survivor_ids)) // 3
 
 
 def generation_of(output: RequestOutput, vocabulary: int = 0) -> Generation:
@@ -285,8 +288,13 @@ def generation_of(output: RequestOutput, vocabulary: int = 0) -> Generation:
         stop_reason=completion.stop_reason,
         text=completion.text,
         cached_tokens=output.num_cached_tokens or 0,
-        survivors=flat_survivors(listed, vocabulary) if vocabulary and listed else None,
     )
+    if vocabulary and listed:
+        found = flat_survivors(listed, vocabulary)
+        generation.survivor_counts = np.array([-1 if alive is None else len(alive) for alive in found], np.int32)
+        generation.survivor_ids = np.concatenate(
+            [np.zeros(0, np.int32), *(alive for alive in found if alive is not None)]
+        )
     if len(logprobs) != len(ids) or sum(end - start for _, start, end in spans) != len(ids):
         raise EngineError(
             f"request {output.request_id}: {len(ids)} ids, {len(logprobs)} log-probs, version spans {spans}"

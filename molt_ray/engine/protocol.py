@@ -42,7 +42,9 @@ class Generation:
     stop_reason: int | str | None = None
     text: str = ""
     cached_tokens: int = 0
-    survivors: list[np.ndarray | None] | None = None  # see SampledTurn.extend
+    # Of a cut distribution, what was left of it: int32 [sum of counts], and int32 [ids], -1 where that is not known.
+    survivor_ids: np.ndarray | None = None
+    survivor_counts: np.ndarray | None = None
 
     def versions(self) -> list[int]:
         """The policy version of each token. Raises when the spans do not cover the tokens."""
@@ -50,6 +52,13 @@ class Generation:
         if len(out) != len(self.token_ids):
             raise ValueError(f"version spans {self.version_spans} do not cover {len(self.token_ids)} tokens")
         return out
+
+    def survivors(self) -> list[np.ndarray | None] | None:
+        """What was left to sample from, id by id; None where nothing was cut."""
+        if self.survivor_counts is None:
+            return None
+        parts = np.split(self.survivor_ids, np.cumsum(np.maximum(self.survivor_counts, 0)))[:-1]
+        return [None if n < 0 else part for n, part in zip(self.survivor_counts, parts, strict=True)]
 
 
 @dataclass(slots=True)

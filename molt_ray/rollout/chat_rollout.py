@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from molt_ray.agents.api import Context, Result, Sampling
 from molt_ray.agents.hosts import Host, opened
 from molt_ray.config import Config
-from molt_ray.images import image_parts, url_part
+from molt_ray.images import url_part, urls_of
 from molt_ray.rollout.attempt import (
     Attempt,
     Outcome,
@@ -67,7 +67,7 @@ def context_of(attempt: Attempt, session: Any, sampling: Sampling, config: Confi
         tools=attempt.task.tools,
         prompt=last_user_text(messages),
         label=attempt.task.label,
-        images=[part["image_url"]["url"] for part in image_parts(messages)],
+        images=urls_of(messages),
         base_url=session.base_url,
         session_url=session.session_url,
         api_key=session.api_key,

@@ -157,7 +157,7 @@ class EnvRollout:
             raise RolloutFailed("engine_error", traceback.format_exc()) from e
         if generation.finish_reason not in ("stop", "length"):
             raise RolloutFailed("engine_error", f"the engine ended the turn with {generation.finish_reason!r}")
-        turn.extend(generation.token_ids, generation.logprobs, generation.survivors)
+        turn.extend(generation.token_ids, generation.logprobs, generation.survivors())
         return generation, turn
 
     def turn_sampling(self, remaining: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from molt_ray.capture.sampling import listed_logprobs
 from molt_ray.engine.protocol import GenerateRequest
-from molt_ray.engine.survivors import flat_survivors, shortened, survivors_of
+from molt_ray.engine.survivors import Listed, flat_survivors, survivors_of
 from tests.engine.reference import Reference, refit
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -47,12 +47,13 @@ async def test_log_probs_are_renormalised_over_the_survivors(
     await refit(engine, reference)
     sampling = {"max_tokens": 40, "ignore_eos": True, "seed": 3, **cut}
     generation = await engine.generate(GenerateRequest("s", PROMPT, sampling))
-    assert len(generation.survivors) == len(generation.logprobs) == 40
-    expected = over(reference, PROMPT + generation.token_ids, generation.survivors, cut.get("temperature", 1.0))
+    survivors = generation.survivors()
+    assert len(survivors) == len(generation.logprobs) == 40
+    expected = over(reference, PROMPT + generation.token_ids, survivors, cut.get("temperature", 1.0))
     assert (torch.tensor(generation.logprobs) - expected).abs().max() < 1e-4
-    assert 1 < np.mean([len(alive) for alive in generation.survivors]) < 100
+    assert 1 < np.mean([len(alive) for alive in survivors]) < 100
     if "top_k" in cut:
-        assert max(len(alive) for alive in generation.survivors) <= cut["top_k"]
+        assert max(len(alive) for alive in survivors) <= cut["top_k"]
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -67,7 +68,7 @@ async def test_a_stream_tells_the_same(cut: dict[str, Any], engines: Any, refere
     ids, logprobs, survivors = [], [], []
     async for output in engine.stream({"type": "token", "prompt_token_ids": PROMPT}, params, "t"):
         (part,) = output.outputs
-        for token, listed in zip(part.token_ids, part.logprobs, strict=True):
+        for token, listed in zip(part.token_ids, part.logprobs.positions(), strict=True):
             assert sum(entry.logprob == -torch.inf for entry in listed.values()) <= 1
             ids.append(token)
             logprobs.append(listed[token].logprob)
@@ -78,7 +79,7 @@ async def test_a_stream_tells_the_same(cut: dict[str, Any], engines: Any, refere
 
 async def test_without_a_cut_nothing_is_listed(engines: Any) -> None:
     engine = await engines("dense")
-    assert (await engine.generate(GenerateRequest("n", PROMPT, {"max_tokens": 3, "top_p": 1.0}))).survivors is None
+    assert (await engine.generate(GenerateRequest("n", PROMPT, {"max_tokens": 3, "top_p": 1.0}))).survivors() is None
 
 
 def test_a_list_that_does_not_show_its_end_tells_nothing() -> None:
@@ -94,8 +95,15 @@ def test_a_list_that_does_not_show_its_end_tells_nothing() -> None:
     )
     first, second = flat_survivors(flat, 5)
     assert first.tolist() == [3] and second is None
-    entries = {token: SimpleNamespace(logprob=value) for token, value in ((3, -0.1), (1, -inf), (2, -inf))}
-    assert list(shortened(entries)) == [3, 1]
+    entries = [
+        {t: SimpleNamespace(logprob=v) for t, v in ((3, -0.1), (1, -inf), (2, -inf))},
+        {4: SimpleNamespace(logprob=-2.0)},
+    ]
+    packed = Listed.of(entries)
+    assert packed.ids.tolist() == [3, 1, 4] and packed.ends.tolist() == [2, 3]
+    assert [list(position) for position in packed.positions()] == [[3, 1], [4]] and packed.positions()[1][
+        4
+    ].logprob == -2.0
 
 
 def test_one_more_than_may_survive_is_listed() -> None:
