@@ -107,7 +107,7 @@ def segment_of(leaf: SampledTurn, why: dict[SampledTurn, str]) -> Segment:
             segment.logprobs[span] = turn.logprobs
             segment.turn_index[span] = index
             segment.versions[span] = turn.versions
-            if not reason:
+            if not untrained:
                 survivors |= dict(enumerate(turn.survivors, start))
         segment.turns.append(Turn(turn.temperature, turn.sampling, turn.finish_reason, not untrained, untrained))
     if survivors:

@@ -30,6 +30,7 @@ class ScriptedStream:
     placed: list[list[Any]] = field(default_factory=list)  # images of each prompt
     sent: list[Any] = field(default_factory=list)  # images that the engine was given
     store: Any = None
+    alive: int | None = None  # ids that can be sampled in each place; None: all that are listed
     closed: list[str] = field(default_factory=list)
     version: int = 4
     cached: int | None = None
@@ -114,19 +115,22 @@ class ScriptedStream:
             whole[held:],
             part,
             None,
-            [logprob_of(i, params.logprobs) for i in part],
+            [logprob_of(i, params.logprobs, self.alive) for i in part],
             finish_reason=reason if final else None,
             stop_reason=self.stopped_by(ids, params) if final else None,
             weight_versions=[WeightVersionSpan(str(self.version), 0, len(ids))] if final else None,
         )
 
 
-def logprob_of(token: int, wanted: int) -> dict[int, Any]:
+def logprob_of(token: int, wanted: int, alive: int | None = None) -> dict[int, Any]:
     from vllm.logprobs import Logprob
 
+    alive = wanted + 1 if alive is None else alive
     # The sampled token first, as vLLM has it, then as many others as were asked for.
     return {
-        token + k: Logprob(logprob=-0.01 * (token + 1) - k, rank=k + 1, decoded_token=f"t{token + k}")
+        token + k: Logprob(
+            logprob=-0.01 * (token + 1) - k if k < alive else float("-inf"), rank=k + 1, decoded_token=f"t{token + k}"
+        )
         for k in range(max(wanted, 1))
     }
 
@@ -210,6 +214,18 @@ async def vlm(models) -> AsyncIterator[Endpoint]:
     """The model that sees images."""
     async with serving(models["vlm"]) as endpoint:
         yield endpoint
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def bounded(models) -> AsyncIterator[Endpoint]:
+    """At most 64 ids may survive a cut."""
+    async with serving(models["dense"], max_survivors=64) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def cuts(bounded: Endpoint) -> Endpoint:
+    return fresh(bounded)
 
 
 @pytest.fixture
