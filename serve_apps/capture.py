@@ -95,6 +95,9 @@ class Capture:
         try:
             async for output in outputs:
                 yield output
+        except Exception:
+            self.sender.forget(group_id)
+            raise
         finally:
             outputs.cancel()
 

@@ -95,6 +95,8 @@ class EngineClient:
             lost: Exception = EngineError("the engine ended the call without an outcome for this request")
         except Exception as e:
             lost = EngineError(f"{type(e).__name__}: {e}")
+        if not all(pending.future.done() and answered(pending.future) for pending in batch):
+            self.sender.forget(group_id)
         for pending in batch:
             settle(pending.future, lost)
 
@@ -104,6 +106,10 @@ class EngineClient:
 
     async def tell_abort(self, request_ids: list[str]) -> None:
         await self.handle.broadcast("abort", request_ids).results_async(return_exceptions=True)
+
+
+def answered(future: asyncio.Future[Generation]) -> bool:
+    return future.cancelled() or future.exception() is None
 
 
 def settle(future: asyncio.Future[Generation], outcome: Generation | Exception) -> None:

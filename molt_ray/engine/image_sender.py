@@ -1,17 +1,20 @@
 """How images reach the engine that a group is bound to.
 
-Guarantees: an image is sent to a replica once, however many rollouts of the group show it at the same time; a replica that took the place
-of another is sent what it lacks.
+Guarantees: an image is sent to a replica once, however many rollouts of the group show it and in however many turns; after a call of the
+group has failed, its images are asked for again, because another replica may have taken the engine's place.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 from molt_ray.images import Image, ImageError, ImageTokens
+
+GROUPS = 4096  # whose images are remembered; the least recently used go
 
 
 class ImageSender:
@@ -19,6 +22,7 @@ class ImageSender:
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
+        self.held: OrderedDict[str, dict[str, ImageTokens]] = OrderedDict()  # by group and digest
         self.turns: WeakValueDictionary[str, asyncio.Lock] = (
             WeakValueDictionary()
         )  # by group, while someone sends for it
@@ -27,12 +31,25 @@ class ImageSender:
         """How the model writes each. Raises ImageError for one that it cannot take."""
         turn = self.turns.setdefault(group_id, asyncio.Lock())
         async with turn:
-            handle = self.handle.options(stream=False, session_id=group_id)
-            known = await handle.known_images.remote([image.digest for image in images])
-            lacking = {image.digest: image for image in images if known[image.digest] is None}
-            if lacking:
-                # Through the object store: pixels are larger than the 4 MiB that a message over gRPC may have.
-                known |= await handle.options(_by_reference=True).add_images.remote(list(lacking.values()))
+            held = self.held.setdefault(group_id, {})
+            self.held.move_to_end(group_id)
+            if unknown := {image.digest: image for image in images if image.digest not in held}:
+                held |= await self.given(unknown, group_id)
+        while len(self.held) > GROUPS:
+            self.held.popitem(last=False)
+        return [held[image.digest] for image in images]
+
+    async def given(self, images: dict[str, Image], group_id: str) -> dict[str, ImageTokens]:
+        """Sends the group's replica those that it lacks."""
+        handle = self.handle.options(stream=False, session_id=group_id)
+        known = await handle.known_images.remote(list(images))
+        if lacking := [image for digest, image in images.items() if known[digest] is None]:
+            # Through the object store: pixels are larger than the 4 MiB that a message over gRPC may have.
+            known |= await handle.options(_by_reference=True).add_images.remote(lacking)
         if refusals := [why for why in known.values() if isinstance(why, str)]:
             raise ImageError(refusals[0])
-        return [known[image.digest] for image in images]
+        return known
+
+    def forget(self, group_id: str) -> None:
+        """A call of the group has failed."""
+        self.held.pop(group_id, None)

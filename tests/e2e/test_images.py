@@ -63,7 +63,7 @@ def test_three_steps_with_images_and_top_p(form: str, models: dict[str, Path], t
         "rollout.n_samples_per_prompt": 4,
         "rollout.max_new_tokens": 8,
         "rollout.top_p": 0.9,
-        "rollout.timeout_s": 60,
+        "rollout.timeout_s": 240,
         "train.agent_path": HERE / f"agents/pictures_{form}.py",
         "train.max_tokens_per_gpu": 400,  # two or three segments: some microbatches of text prompts
         "train.max_steps": 3,
