@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from pydantic_core import PydanticSerializationError
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -265,6 +266,12 @@ def check_supported(request: Any) -> None:
     refuse(ROUTE_OF[type(request)], given | (request.model_extra or {}))
     if not isinstance(request, ResponsesRequest):
         return
+    try:
+        request.model_dump_json(
+            exclude={"input"}
+        )  # a response repeats them: half a surrogate pair would end it in mid-stream
+    except PydanticSerializationError as e:
+        raise VLLMValidationError(f"a field that cannot be written as JSON: {e}", parameter=None) from None
     if request.background and request.stream:
         raise VLLMValidationError("a response is streamed or runs in the background, not both", parameter="background")
     if hosted := [tool.type for tool in request.tools if tool.type not in OWN_TOOLS]:

@@ -8,7 +8,7 @@ import json
 import httpx
 import pytest
 
-from .test_fuzz import BODIES, scope_of
+from .test_fuzz import BODIES, post, scope_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 USER = {"role": "user", "content": "what is the weather"}
@@ -129,3 +129,13 @@ async def test_the_advertised_address(host, advertise, said):
     from serve_apps.capture import advertised
 
     assert advertised(Config(capture={"host": host, "advertise_host": advertise})) == said
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_half_a_surrogate_pair_that_a_response_would_repeat_is_refused_before_anything_is_sampled(
+    endpoint, stream
+):
+    session = endpoint.open()
+    body = {"model": "policy", "input": "hi", "instructions": "\ud800", "stream": stream}
+    status, answer = await post(endpoint.gate, session, "v1/responses", json.dumps(body).encode())
+    assert status == 400 and "JSON" in json.loads(answer)["error"]["message"] and not session.tree.turns
