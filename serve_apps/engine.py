@@ -13,10 +13,10 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from molt_ray.config import Config, VllmConfig
+from molt_ray.engine import scaling
 from molt_ray.engine.arguments import cpu_environment
 from molt_ray.engine.last_error import last_error
 from molt_ray.engine.roster import NAMESPACE, SERVE, actor_name
-from molt_ray.engine.scaling import policy
 from molt_ray.resources import ENGINE_CPUS
 
 if TYPE_CHECKING:
@@ -175,16 +175,16 @@ def replicas(vllm: VllmConfig) -> dict[str, Any]:
     low, high = vllm.num_engines, vllm.max_engines or vllm.num_engines
     if low == high:
         return {"num_replicas": low}
-    decide = policy(low, high, vllm.scale_up_s, vllm.scale_down_s)
-    scaling = AutoscalingConfig(
+    ray.cloudpickle.register_pickle_by_value(scaling)  # Serve's controller may run without this package
+    given = {"low": low, "high": high, "up_s": vllm.scale_up_s, "down_s": vllm.scale_down_s}
+    asked = AutoscalingConfig(
         min_replicas=low,
         max_replicas=high,
         initial_replicas=low,
-        policy=AutoscalingPolicy(policy_function=decide),
-        metrics_interval_s=1.0,
-        look_back_period_s=3.0,
+        policy=AutoscalingPolicy(policy_function=scaling.EnginePolicy, policy_kwargs=given),
+        metrics_interval_s=1.0,  # of a window of 30 s; replicas report every 10 s unless Serve was told otherwise (scripts/head.sh)
     )
-    return {"autoscaling_config": scaling}
+    return {"autoscaling_config": asked}
 
 
 def with_variables(variables: dict[str, str]) -> dict[str, Any]:

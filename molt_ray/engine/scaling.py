@@ -6,7 +6,6 @@ nothing before a refit gave it the current weights; one that goes finishes its r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 # What each engine reports to Serve (EngineReplica.record_autoscaling_stats).
@@ -15,32 +14,35 @@ FULL = 0.9  # of an engine's KV cache: preemption is near
 ROOM = 0.6  # of the caches of those that would stay
 
 
-def policy(low: int, high: int, up_s: float, down_s: float) -> Callable[[Any], tuple[int, dict[str, Any]]]:
-    """What Serve asks about ten times a second: its AutoscalingContext to (replicas wanted, state for the next time).
+class EnginePolicy:
+    """What Serve asks about ten times a second.
 
-    One more when requests wait in an engine or the caches are full for `up_s`; one fewer when none wait and the others' caches could hold
-    all for `down_s`. The function carries its own constants, because Serve's controller may run without this package.
+    One more engine when requests wait in one, or all caches are full, for `up_s`; one fewer when none wait and the others' caches could hold
+    all for `down_s`.
     """
-    waiting_of, kv_of, full, room = WAITING, KV_USE, FULL, ROOM
 
-    def desired(context: Any) -> tuple[int, dict[str, Any]]:
-        now, target, running = context.current_time, context.target_num_replicas, context.current_num_replicas
+    def __init__(self, low: int, high: int, up_s: float, down_s: float) -> None:
+        self.low, self.high, self.up_s, self.down_s = low, high, up_s, down_s
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """Serve's AutoscalingContext to (engines wanted, state for the next time)."""
+        state, target = dict(context.policy_state or {}), self.bounded(context.target_num_replicas)
         metrics = context.aggregated_metrics or {}
-        waiting, kv = (list(metrics.get(name, {}).values()) for name in (waiting_of, kv_of))
-        state = dict(context.policy_state or {})
-        target = min(max(target, low), high)
-        if not kv or running != target:  # nothing heard yet, or the last change is under way
+        waiting, kv = (list(metrics.get(name, {}).values()) for name in (WAITING, KV_USE))
+        if not kv or context.current_num_replicas != target:  # nothing heard yet, or the last change is under way
             return target, {}
-        wish = 0
-        if max(waiting) >= 1 or min(kv) > full:
-            wish = 1
-        elif max(waiting) < 1 and target > 1 and sum(kv) / (target - 1) < room:
-            wish = -1
+        wish = self.wish(waiting, kv, target)
         if wish != state.get("wish"):
-            return target, {"wish": wish, "since": now}
-        lasted = now - state["since"]
-        if (wish > 0 and lasted >= up_s) or (wish < 0 and lasted >= down_s):
-            return min(max(target + wish, low), high), {}
+            return target, {"wish": wish, "since": context.current_time}
+        lasted = context.current_time - state["since"]
+        if wish and lasted >= (self.up_s if wish > 0 else self.down_s):
+            return self.bounded(target + wish), {}
         return target, state
 
-    return desired
+    def wish(self, waiting: list[float], kv: list[float], target: int) -> int:
+        if max(waiting) >= 1 or min(kv) > FULL:
+            return 1
+        return -1 if target > 1 and sum(kv) / (target - 1) < ROOM else 0
+
+    def bounded(self, count: int) -> int:
+        return min(max(count, self.low), self.high)

@@ -68,7 +68,8 @@ def valued_forward(
     hidden = self.base_model(
         input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
     ).last_hidden_state
-    return getattr(self, HEAD)(hidden.flatten(0, 1)[predict])[:, 0].float()
+    # A sum over the one output, not a view of it: FSDP hangs its backward hook on what the root returns.
+    return getattr(self, HEAD)(hidden.flatten(0, 1)[predict]).float().sum(-1)
 
 
 def values(model: PreTrainedModel, batch: MicroBatch, mesh: Mesh) -> torch.Tensor:

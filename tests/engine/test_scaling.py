@@ -5,14 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from molt_ray.engine.scaling import KV_USE, WAITING, policy
+from molt_ray.engine.scaling import KV_USE, WAITING, EnginePolicy
 
 
 class Clock:
     """Asks the policy as Serve does, keeping its state and applying what it wants after `lag` questions."""
 
     def __init__(self, low: int = 1, high: int = 3, up_s: float = 10, down_s: float = 60) -> None:
-        self.desired = policy(low, high, up_s, down_s)
+        self.desired = EnginePolicy(low, high, up_s, down_s)
         self.now, self.state, self.target, self.running = 0.0, {}, low, low
 
     def ask(self, waiting: float, kv: float, seconds: float = 1.0, *, arrives: bool = True) -> int:
@@ -71,4 +71,4 @@ def test_without_figures_nothing_changes() -> None:
     context: Any = SimpleNamespace(
         current_time=1.0, target_num_replicas=2, current_num_replicas=2, aggregated_metrics={}, policy_state={}
     )
-    assert policy(1, 3, 0, 0)(context) == (2, {})
+    assert EnginePolicy(1, 3, 0, 0)(context) == (2, {})
