@@ -175,13 +175,14 @@ def replicas(vllm: VllmConfig) -> dict[str, Any]:
     low, high = vllm.num_engines, vllm.max_engines or vllm.num_engines
     if low == high:
         return {"num_replicas": low}
-    ray.cloudpickle.register_pickle_by_value(scaling)  # Serve's controller may run without this package
-    given = {"low": low, "high": high, "up_s": vllm.scale_up_s, "down_s": vllm.scale_down_s}
+    given = {"low": low, "high": high}
     asked = AutoscalingConfig(
         min_replicas=low,
         max_replicas=high,
         initial_replicas=low,
         policy=AutoscalingPolicy(policy_function=scaling.EnginePolicy, policy_kwargs=given),
+        upscale_delay_s=vllm.scale_up_s,
+        downscale_delay_s=vllm.scale_down_s,
         metrics_interval_s=1.0,  # of a window of 30 s; replicas report every 10 s unless Serve was told otherwise (scripts/head.sh)
     )
     return {"autoscaling_config": asked}
