@@ -79,9 +79,11 @@ class Step:
 
     groups: list[Group]
     rows: list[Row]
-    training: list[list[Row]]  # by data-parallel rank, as in `datasets`
+    training: list[Row]  # those of `rows` that train
+    over_ranks: list[list[Row]]  # the same by data-parallel rank, as in `datasets`
     plan: StepPlan
     datasets: list[ray.data.Dataset]
+    metrics: dict[str, float] = field(default_factory=dict)  # the policy's own
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -102,6 +104,7 @@ class Loop:
     version: int = 0
     step: int = 0
     saved: int = -1  # the step whose weights the newest checkpoint holds
+    own: set[str] = field(default_factory=set)  # checkpoints that this run saved or began with
     furthest: int = 0  # step that was ever finished
     restarts: int = 0  # of the ranks, since then
     loaded_step: int = 0  # of the state that the ranks were last loaded with
@@ -198,7 +201,8 @@ class Loop:
             training = [row for row, train in zip(rows, trains, strict=True) if train]
             await self.annotate(training, version)
             plan, frames = plan_step(training, values[trains], version, self.config, self.trainers.dp_size)
-            return Step(groups, rows, [list(frame["row"]) for frame in frames], plan, to_datasets(frames), seconds)
+            over_ranks = [list(frame["row"]) for frame in frames]
+            return Step(groups, rows, training, over_ranks, plan, to_datasets(frames), seconds=seconds)
 
     async def annotate(self, rows: list[Row], version: int) -> None:
         """Has the reference and the critic, where there are any, add what they say of the batch."""
@@ -208,13 +212,13 @@ class Loop:
     async def train(self, step: Step) -> dict[str, float]:
         """The policy's update. The critic learns from the returns that come of it, and goes on while the engines are refitted."""
         step.plan.kl_coef, step.plan.frozen = self.kl.coef, self.step < self.config.actor.freezing_steps
-        trained = await self.trainers.train(step.plan, step.datasets, step.training)
+        step.metrics = await self.trainers.train(step.plan, step.datasets, step.over_ranks)
+        trained = dict(step.metrics)
         if "kl" in trained:
             trained["kl_coef"] = self.kl.coef
             self.kl.update(trained["kl"], step.plan.rollouts)
         if self.critic is not None:
-            rows = [row for mine in step.training for row in mine]
-            self.learning = asyncio.create_task(self.critic.train(rows, step.plan.version))
+            self.learning = asyncio.create_task(self.critic.train(step.training, step.plan.version))
         return trained
 
     async def learned(self, learning: asyncio.Task[dict[str, float]]) -> dict[str, float]:
@@ -227,18 +231,22 @@ class Loop:
 
     async def refit(self) -> None:
         """The engines get the trainer's weights under the next version, which is noted first: it must not be used again after a crash."""
-        (self.log.folder / "version").write_text(str(self.version + 1))
-        await self.send_weights(self.version + 1)
         self.version += 1
+        (self.log.folder / "version").write_text(str(self.version))
+        await self.send_weights(self.version)
 
     async def send_weights(self, version: int) -> None:
         """What runs in the engines meanwhile is paused, not lost. An engine may die or be removed in the middle of it; then all others get
         the weights once more."""
+        sent = False
         for tries_left in reversed(range(REFIT_TRIES)):
             try:
                 await self.fleet.pause("keep" if self.config.train.partial_rollout_enable else "wait")
-                await self.trainers.refit(version, self.fleet.sender_args)
-                return await self.fleet.resume()
+                if not sent:
+                    await self.trainers.refit(version, self.fleet.sender_args)
+                    sent = True  # and published: what is left to do is to resume
+                await self.fleet.resume()
+                return
             except RefitFailed as e:
                 if not tries_left:
                     raise
@@ -251,7 +259,7 @@ class Loop:
             self.furthest, self.restarts = self.step, 0
         if self.config.run.record:
             with Timer(step.seconds, "record"):
-                await self.record(step, trained)
+                await self.record(step)
         if self.config.ckpt.save_steps > 0 and self.step % self.config.ckpt.save_steps == 0:
             with Timer(step.seconds, "checkpoint"):
                 await self.save()
@@ -277,7 +285,7 @@ class Loop:
         }
         self.log.write(self.step, values)
 
-    async def record(self, step: Step, trained: dict[str, float]) -> None:
+    async def record(self, step: Step) -> None:
         """Writes the batch to the run's folder, with what jobs/replay.py needs to train it again and compare."""
         file = self.log.folder / "rollouts" / f"step-{self.step:06d}.parquet"
         notes = {
@@ -285,15 +293,16 @@ class Loop:
             "kl_coef": step.plan.kl_coef,
             "frozen": step.plan.frozen,
             "optimizer_steps": self.trainers.total_steps,
-            "metrics": trained,
+            "metrics": step.metrics,
             "weights": await self.trainers.weights_digest(),
         }
         try:
             await asyncio.wait_for(write_records.remote(str(file), self.step, step.rows, notes), RECORD_S)
         except (
-            ray.exceptions.RayError
-        ) as e:  # payloads that went with their node were trained, and are no reason to stop
-            print(f"step {self.step} is not recorded: {e}", flush=True)
+            ray.exceptions.ObjectLostError,
+            TimeoutError,
+        ) as e:  # what was trained is no reason to stop, wherever its payload went
+            print(f"step {self.step} is not recorded: {e!r}", flush=True)
 
     async def save(self) -> None:
         """A checkpoint of the weights after this step, unless there is one; the files are written while training goes on."""
@@ -303,26 +312,28 @@ class Loop:
             await self.critic.save(tag_of(self.step), {})
         await self.trainers.save(tag_of(self.step), self.state())
         self.saved = self.step
+        self.own.add(tag_of(self.step))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the ranks' own."""
         state = {"step": self.step, "version": self.version, "kl_coef": self.kl.coef}
         return state | {"rollouts": self.dispatcher.state()}
 
-    async def load(self) -> dict[str, Any] | None:
-        """The newest intact checkpoint, or the best; with a critic in both groups."""
-        return await load_together(self.held_out.learners, best=self.config.ckpt.load_best)
-
     async def resume(self) -> None:
         """Continues from the newest complete checkpoint, if there is one: its weights reach the engines before the first rollout,
         under a version that no token of the run's earlier life carries."""
-        state = await self.load()
+        noted = self.log.folder / "version"
+        self.version = int(noted.read_text()) if noted.exists() else 0
+        state = await load_together(self.held_out.learners, best=self.config.ckpt.load_best)
         if state is None:
             print("no complete checkpoint: starting from the model", flush=True)
-            return
+            if not self.version:
+                return
+            state = self.beginning
+        else:
+            self.own.add(tag_of(state["step"]))
         self.dispatcher.restore(state["rollouts"])
-        noted = self.log.folder / "version"
-        self.version = max(state["version"], int(noted.read_text()) if noted.exists() else 0)
+        self.version = max(self.version, state["version"])
         await self.go_on_from(state)
 
     async def heal(self, error: RankLost) -> None:
@@ -334,8 +345,8 @@ class Loop:
         print(f"{error}\nthe ranks start again, try {self.restarts} of {self.config.run.restart_limit}", flush=True)
         groups = [group for group in (self.trainers, self.reference, self.critic) if group is not None]
         await asyncio.gather(*(group.shutdown() for group in groups), return_exceptions=True)
-        await asyncio.gather(*(group.start() for group in groups))
-        state = await self.load() or self.beginning
+        await together({}, **{group.role: group.start() for group in groups})
+        state = await load_together(self.held_out.learners, best=False, among=self.own) or self.beginning
         same = state["step"] == self.loaded_step
         await self.dispatcher.rewind(
             state["rollouts"], max(state["version"], self.loaded_version if same else 0), self.version + 1
@@ -345,7 +356,7 @@ class Loop:
     async def go_on_from(self, state: dict[str, Any]) -> None:
         """The ranks hold the weights of `state`, which the engines get under the next version."""
         self.step, self.kl.coef = state["step"], state["kl_coef"]
-        self.saved = self.step
+        self.saved = -1 if state is self.beginning else self.step
         await self.refit()
         self.pool.refitted(self.version, [])
         self.loaded_step, self.loaded_version = self.step, self.version

@@ -15,7 +15,7 @@ async def export(config: Config, folder: Path) -> None:
     """Writes the model of the checkpoint to `folder`. Raises ConfigError when there is no checkpoint."""
     from molt_ray.trainer.group import TrainerGroup, load_together
 
-    trainers = TrainerGroup(config, total_optimizer_steps=None)
+    trainers = TrainerGroup(config, total_optimizer_steps=1)  # none is made
     try:
         await trainers.start()
         state = await load_together([trainers], best=config.ckpt.load_best)

@@ -208,6 +208,10 @@ def check_critic(c: Config) -> None:
     if (ranks := c.critic.num_nodes * c.critic.num_gpus_per_node) % c.critic.tp_size:
         refuse("critic.tp_size", c.critic.tp_size, f"must divide the {ranks} critic ranks")
     if c.needs_critic:
+        if c.ckpt.max_num == 1:
+            refuse(
+                "ckpt.max_num", 1, "policy and critic are saved side by side, so that one may be ahead: keep 2 at least"
+            )
         return
     for option, value in (
         ("critic.model_name_or_path", c.critic.model_name_or_path),

@@ -1,19 +1,31 @@
-"""The end of a Serve handle: its thread reports to Serve every few seconds, and goes on doing so when Ray is gone.
+"""What a Serve handle needs around its calls, and at its end.
 
-A call to Ray without a connection attaches to whatever cluster it finds. Guarantees: after `hang_up` the handle makes no more of them.
+Guarantees: calls by `call_apart` are told apart by Serve's router, however many of them one request makes at once. After `hang_up` a handle
+makes no more calls: its thread reports to Serve every few seconds, and goes on when Ray is gone, and a call to Ray without a
+connection attaches to whatever cluster it finds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 HANG_UP_S = 10.0
 logger = logging.getLogger(__name__)
+
+
+def call_apart(method: Any, *args: Any) -> Any:
+    """`method.remote(*args)` of a handle, as no part of the Serve request that this code runs in.
+
+    All calls that a request makes bear its id (Serve 2.60), by which the router of consistent hashing finds the call that it has a replica
+    for: of two that wait at the same time one is never found again.
+    """
+    return contextvars.Context().run(method.remote, *args)
 
 
 async def hang_up(handle: DeploymentHandle | None) -> None:

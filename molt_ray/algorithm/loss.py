@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from molt_ray.algorithm.kl import MAX_LOG_RATIO
 from molt_ray.config import ActorConfig
-
-MAX_LOG_RATIO = 30.0  # exp(30) is 1e13: far outside any clip range, far inside float32
 
 
 @dataclass(slots=True)

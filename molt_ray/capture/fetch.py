@@ -13,13 +13,15 @@ import ipaddress
 import socket
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
 
 from molt_ray.images import Image, ImageError
 
+# IPv6 addresses that stand for an IPv4 address: what they lead to cannot be told here.
+EMBEDDING = [ipaddress.ip_network(network) for network in ("::/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16")]
 MAX_BYTES = 32 << 20
 MAX_REDIRECTS = 3
 TIMEOUT_S = 20.0
@@ -41,32 +43,34 @@ class ImageSource:
         """Raises ImageError: a host that is not allowed, no answer, or more than MAX_BYTES."""
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
+            target = URL(url)  # read once: what is judged is what is connected to
             for _ in range(1 + MAX_REDIRECTS):
-                connector = aiohttp.TCPConnector(resolver=None if self.named(url) else PublicOnly())
+                connector = aiohttp.TCPConnector(resolver=None if self.named(target) else PublicOnly())
                 session = aiohttp.ClientSession(connector=connector, timeout=timeout)
-                async with session as http, http.get(url, allow_redirects=False) as reply:
+                async with session as http, http.get(target, allow_redirects=False) as reply:
                     if reply.status // 100 != 3:
                         reply.raise_for_status()
                         return await body_of(reply)
-                    url = urljoin(url, reply.headers.get("Location", ""))
-        except (aiohttp.ClientError, TimeoutError, OSError) as e:
+                    target = target.join(URL(reply.headers.get("Location", "")))
+        except ImageError:
+            raise
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as e:
             raise ImageError(f"{url[:200]}: {type(e).__name__}: {e}") from None
         raise ImageError(f"{url[:200]}: more than {MAX_REDIRECTS} redirects")
 
-    def named(self, url: str) -> bool:
+    def named(self, url: URL) -> bool:
         """Whether the list has the URL's host by name, wherever it leads. Raises ImageError when the host may not be asked at all."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ImageError(f"{url[:80]!r}: give an image as a base64 data URI")
-        if parts.hostname in self.hosts:
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ImageError(f"{str(url)[:80]!r}: give an image as a base64 data URI")
+        if url.host in self.hosts:
             return True
         if "*" not in self.hosts:
             raise ImageError(
-                f"{url[:200]}: images are not fetched from {parts.hostname!r}; send a data URI, or allow the host by "
+                f"{str(url)[:200]}: images are not fetched from {url.host!r}; send a data URI, or allow the host by "
                 "--capture.image_hosts"
             )
-        if is_address(parts.hostname):
-            check_public(parts.hostname, parts.hostname)  # it is never resolved
+        if is_address(url.host):
+            check_public(url.host, url.host)  # it is never resolved
         return False
 
 
@@ -97,7 +101,8 @@ def check_public(host: str, address: str) -> None:
     found = ipaddress.ip_address(address)
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped:
         found = found.ipv4_mapped
-    if not found.is_global or found.is_multicast:
+    inside = any(found.version == 6 and found in network for network in EMBEDDING)
+    if inside or not found.is_global or found.is_multicast:
         raise ImageError(
             f"{host!r} leads to {address}, which is not public; name the host in --capture.image_hosts to allow it"
         )

@@ -48,7 +48,6 @@ EXCHANGE = CurrentExchange()
 
 ROUTES = re.compile(
     r"v1/(chat/completions|completions|messages|messages/count_tokens|responses|responses/[^/]+(/cancel)?|models|models/.+)"
-    r"|tokenize|detokenize"
 )
 RETRY_HEADER = b"x-stainless-retry-count"  # of the OpenAI and Anthropic SDKs: 0 at first, then the number of the retry
 

@@ -6,14 +6,16 @@ of capture/fetch.py alone; other media are refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from PIL import Image as Pil
 
 from molt_ray.capture.fetch import ImageSource
-from molt_ray.images import Image, PlacedImage, is_image, source_of
+from molt_ray.images import OTHER_MEDIA, Image, ImageError, PlacedImage, is_image, source_of
+
+MEDIA_KEYS = frozenset({"image_url", "image_pil", "uuid", *OTHER_MEDIA})
 
 
 @dataclass(slots=True)
@@ -51,6 +53,11 @@ async def take_images(messages: Sequence[Any], source: ImageSource) -> Taken:
                     taken.images[image.digest] = image
                     digests.append(image.digest)
                     part = {"type": "image_pil", "image_pil": Pil.fromarray(image.pixels)}
+                elif isinstance(part, Mapping) and (hidden := MEDIA_KEYS & part.keys()):
+                    # vLLM goes by the keys where the type says something else, and would fetch what they name.
+                    raise ImageError(
+                        f"a part of type {part.get('type')!r} with {sorted(hidden)}: name the type of what it holds"
+                    )
                 parts.append(part)
             message = {**message, "content": parts}
         taken.messages.append(message)

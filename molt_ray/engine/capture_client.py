@@ -111,7 +111,7 @@ class CaptureEngineClient(EngineClient):
 
     def adjust(self, params: SamplingParams, exchange: Exchange) -> None:
         session = exchange.session
-        if params.logprobs is None and not params.logprob_token_ids:
+        if params.logprobs is None:
             params.logprobs = 0  # of the sampled token only; the reply shows them only to a client that asked
         if params.logprobs is not None and params.logprobs >= 0:
             cut = {name: getattr(params, name) for name in CUTS}

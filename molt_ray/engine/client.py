@@ -8,15 +8,20 @@ request that is cancelled, or misses the deadline, is aborted in the engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from molt_ray.engine.image_sender import ImageSender
 from molt_ray.engine.protocol import DEPLOYMENT, MESSAGE_TOKENS, EngineError, GenerateRequest, Generation
+from molt_ray.handles import call_apart
 from molt_ray.images import Image, ImageError, ImageTokens
+
+ABORT_S = 30.0  # deadline of the word to all engines that a request is over
 
 
 @dataclass(slots=True)
@@ -86,9 +91,8 @@ class EngineClient:
         for pending in batch:
             pending.future.add_done_callback(lambda future, p=pending: future.cancelled() and self.abort(p.request))
         try:
-            stream = self.handle.options(stream=True, session_id=group_id).generate_many.remote(
-                [pending.request for pending in batch]
-            )
+            handle = self.handle.options(stream=True, session_id=group_id)
+            stream = call_apart(handle.generate_many, [pending.request for pending in batch])
             async for outcomes in stream:
                 for index, outcome in outcomes:
                     settle(batch[index].future, outcome)
@@ -105,7 +109,11 @@ class EngineClient:
         self.spawn(self.tell_abort([request.request_id]))
 
     async def tell_abort(self, request_ids: list[str]) -> None:
-        await self.handle.broadcast("abort", request_ids).results_async(return_exceptions=True)
+        with contextlib.suppress(
+            TimeoutError, DeploymentUnavailableError
+        ):  # an engine that is gone runs nothing any more
+            call = self.handle.broadcast("abort", request_ids).results_async(return_exceptions=True)
+            await asyncio.wait_for(call, ABORT_S)
 
 
 def answered(future: asyncio.Future[Generation]) -> bool:

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
+from molt_ray.handles import call_apart
 from molt_ray.images import Image, ImageError, ImageTokens
 
-GROUPS = 4096  # whose images are remembered; the least recently used go
+IDS = 4_000_000  # of remembered images, some 200 MB; the groups that were used least recently go
+CALL_S = 120.0  # deadline of one call of the engine
 
 
 class ImageSender:
@@ -23,6 +25,7 @@ class ImageSender:
     def __init__(self, handle: Any) -> None:
         self.handle = handle
         self.held: OrderedDict[str, dict[str, ImageTokens]] = OrderedDict()  # by group and digest
+        self.ids = 0  # of all that are held
         self.turns: WeakValueDictionary[str, asyncio.Lock] = (
             WeakValueDictionary()
         )  # by group, while someone sends for it
@@ -35,21 +38,27 @@ class ImageSender:
             self.held.move_to_end(group_id)
             if unknown := {image.digest: image for image in images if image.digest not in held}:
                 held |= await self.given(unknown, group_id)
-        while len(self.held) > GROUPS:
-            self.held.popitem(last=False)
+                if self.held.get(group_id) is held:  # else a call has failed meanwhile
+                    self.ids += sum(len(held[digest].ids) for digest in unknown)
+        while self.ids > IDS and len(self.held) > 1:
+            self.drop(next(iter(self.held)))
         return [held[image.digest] for image in images]
+
+    def drop(self, group_id: str) -> None:
+        self.ids -= sum(len(tokens.ids) for tokens in self.held.pop(group_id, {}).values())
 
     async def given(self, images: dict[str, Image], group_id: str) -> dict[str, ImageTokens]:
         """Sends the group's replica those that it lacks."""
         handle = self.handle.options(stream=False, session_id=group_id)
-        known = await handle.known_images.remote(list(images))
+        known = await asyncio.wait_for(call_apart(handle.known_images, list(images)), CALL_S)
         if lacking := [image for digest, image in images.items() if known[digest] is None]:
             # Through the object store: pixels are larger than the 4 MiB that a message over gRPC may have.
-            known |= await handle.options(_by_reference=True).add_images.remote(lacking)
+            by_reference = handle.options(_by_reference=True)
+            known |= await asyncio.wait_for(call_apart(by_reference.add_images, lacking), CALL_S)
         if refusals := [why for why in known.values() if isinstance(why, str)]:
             raise ImageError(refusals[0])
         return known
 
     def forget(self, group_id: str) -> None:
         """A call of the group has failed."""
-        self.held.pop(group_id, None)
+        self.drop(group_id)

@@ -43,8 +43,11 @@ class ImageStore:
         self.nbytes = 0
 
     def known(self, digest: str) -> ImageTokens | None:
-        held = self.held.get(digest)
-        return held and held.tokens
+        """How the image is written, which then stays for a prompt that shows it; None when it is not held."""
+        if digest not in self.held:
+            return None
+        self.held.move_to_end(digest)
+        return self.held[digest].tokens
 
     async def add(self, images: Sequence[Image]) -> dict[str, ImageTokens | str]:
         """How each image is written, or why the model cannot take it."""

@@ -94,7 +94,8 @@ class Recording:
         budget = self.params.thinking_token_budget
         if budget is not None and len(turn.token_ids) <= budget:  # so nothing was forced
             rest = {k: v for k, v in turn.sampling.items() if k != "thinking_token_budget"}
-            turn.unusable = why_unusable(turn.temperature, rest)
+            unknown = is_cut(rest) and len(turn.survivors) != len(turn.token_ids)
+            turn.unusable = why_unusable(turn.temperature, rest) or ("survivors" if unknown else "")
         tree.finish(turn, reply=reply, finish_reason=part.finish_reason, versions=versions)
 
     def whole(self, output: RequestOutput) -> RequestOutput:

@@ -96,6 +96,9 @@ class Dispatcher:
         for call in doomed:
             call.cancel()
         await asyncio.gather(*doomed, return_exceptions=True)
+        for group_id in self.pool.doomed(kept, version):  # cancelled before they had begun
+            self._calls.pop(group_id, None)
+            self.pool.abort(group_id)
         self.pool.rewind(state["pool"], kept, version)
 
     def sampled_metrics(self) -> dict[str, float]:

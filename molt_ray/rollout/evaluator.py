@@ -111,9 +111,9 @@ class Evaluator:
     async def group(self, index: int, name: str, evaluation: Evaluation) -> None:
         rollout = self.config.rollout
         rows: list[Row] = []
-        updates = stream_group(self.workers, self.task(index, name))
         deadline_s = rollout.timeout_s * (1 + rollout.max_retries) * (2 + self.config.train.max_staleness)
         try:
+            updates = stream_group(self.workers, self.task(index, name))
             async with asyncio.timeout(deadline_s), contextlib.aclosing(updates):
                 async for update, _ in updates:
                     rows += update.rows

@@ -123,7 +123,9 @@ class Checkpoints:
 
     def choose(self, tag: str | None) -> Path | CheckpointError | None:
         """The checkpoint to load: the first intact one, newest first. Says which were passed over, and why."""
-        found = [path for path in self.found()[::-1] if tag in (None, path.name)]
+        found = self.found()[::-1]
+        if tag is not None:  # who names one has looked at it; a second look could outlast the others' patience
+            return next((path for path in found if path.name == tag), None)
         for path in found:
             if self.intact(path.name):
                 return path

@@ -8,6 +8,7 @@ use (FSDP cannot heal one rank): shut it down, start it again and load the newes
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,9 @@ from molt_ray.trainer.rank import CriticRank, Rank, ReferenceRank, TrainerRank
 
 PLACEMENT_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 1800.0  # a cold import and a large model from shared storage
-GRACE_S = 2.0  # after one rank's failure, for the others' to arrive: the death of a rank explains theirs
+GRACE_S = (
+    30.0  # after one rank's failure, for the others' to arrive: a death explains theirs, and Ray may notice it late
+)
 
 
 class TrainerError(RunError):
@@ -291,10 +294,12 @@ def bundles_by_node(placement: PlacementGroup) -> list[int]:
     return sorted(nodes, key=lambda index: (nodes[index], index))
 
 
-async def load_together(groups: list[LearningGroup], *, best: bool) -> dict[str, Any] | None:
+async def load_together(
+    groups: list[LearningGroup], *, best: bool, among: Collection[str] | None = None
+) -> dict[str, Any] | None:
     """Restores all groups from the newest checkpoint that is intact in each, or from the best one (of the first group). The first group's
-    client state; None when there is no checkpoint. Raises RunError when there are some, but none can be used."""
-    saved = [await group.saved() for group in groups]
+    client state; None when there is no checkpoint. `among`: tags that count. Raises RunError when there are some, but none can be used."""
+    saved = [[tag for tag in await group.saved() if among is None or tag in among] for group in groups]
     tags = [tag for tag in reversed(saved[0]) if all(tag in others for others in saved)]
     if best:
         marked = await groups[0].best()
@@ -303,7 +308,7 @@ async def load_together(groups: list[LearningGroup], *, best: bool) -> dict[str,
         if all([await group.intact(tag) for group in groups]):
             states = [await group.load(tag) for group in groups]
             return states[0]
-    if not (tags or best):
+    if not (saved[0] or best):
         return None
     wanted = "--ckpt.load_best True" if best else "--ckpt.load_enable True"
     raise RunError(

@@ -109,8 +109,9 @@ class Learner:
         """Stage (ii) of the advantage and, where the old log-probs are known, the correction: over the whole batch, cut up by microbatch."""
         flat = [batch for parts in batches for batch in parts]
         before = [logp for parts in old for logp in parts]
-        known = bool(before) and before[0] is not None
-        tokens = self.token_batch(plan, flat, torch.cat(before).cpu() if known else None)
+        known = self.objective.needs_old(plan)
+        logp = torch.cat([torch.zeros(0), *(piece.cpu() for piece in before)]) if known else None
+        tokens = self.token_batch(plan, flat, logp)
         advantages = token_advantages(self.token_advantages, tokens, self.config.algo.advantage, self.mesh.sum)
         if self.config.needs_critic:
             returns = gae_advantages(tokens, self.config.algo.advantage) + tokens.critic
@@ -120,7 +121,7 @@ class Learner:
             Work(batch, advantage.to(device), batch.behaviour.to(device), logp)
             for batch, advantage, logp in zip(flat, advantages.split(sizes) if sizes else [], before, strict=True)
         ]
-        if known:
+        if known and before:
             corrected = self.objective.correct(plan, torch.cat(before), work, self.sum_on_device)
             for one, (coefficient, kept) in zip(work, corrected, strict=True):
                 one.coefficient, one.kept = coefficient, kept

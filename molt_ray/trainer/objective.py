@@ -64,7 +64,7 @@ class Objective:
 
     def needs_old(self, plan: StepPlan) -> bool:
         """Whether the log-probs before the first update need a forward pass of their own."""
-        if plan.frozen or (plan.kl_coef and not self.config.algo.kl.use_loss):
+        if plan.frozen or (self.config.needs_reference and not self.config.algo.kl.use_loss):
             return True  # for the returns of the critic, for the penalties
         if self.config.actor.ratio_base == "engine":
             return False

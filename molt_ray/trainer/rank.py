@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from molt_ray.trainer.collate import Sample
 
-RELOAD_TIMEOUT_S = 600.0
+GONE_S = 5.0  # for one pack, after all were asked for
 
 
 class Rank:
@@ -70,7 +70,8 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        samples, lost = read_samples(dataset)
+        # Half of the deadline at which the ranks that found theirs give up.
+        samples, lost = read_samples(dataset, self.config.fsdp.timeout_s / 2)
         if self.mesh.maximum(torch.tensor(float(bool(lost)))):
             everywhere: list[list[str]] = [[]] * self.config.world_size
             dist.all_gather_object(everywhere, lost)
@@ -215,10 +216,10 @@ def weight_sender_class() -> type:
     return WeightSender
 
 
-def read_samples(dataset: Dataset) -> tuple[list[Sample], list[str]]:
+def read_samples(dataset: Dataset, timeout_s: float) -> tuple[list[Sample], list[str]]:
     """(the rank's samples in the data set's order, with their heavy columns; groups of which a pack is gone).
 
-    Columns as `plan_step` makes them.
+    Columns as `plan_step` makes them. `timeout_s`: for all packs together.
     """
     from molt_ray.trainer.collate import Sample
 
@@ -229,7 +230,7 @@ def read_samples(dataset: Dataset) -> tuple[list[Sample], list[str]]:
     rows: list[Row] = [record["row"] for record in records]
     refs = list({where.ref for row in rows for where in row.packs.values()})
     try:
-        packs = dict(zip(refs, ray.get(refs, timeout=RELOAD_TIMEOUT_S), strict=True))
+        packs = dict(zip(refs, ray.get(refs, timeout=timeout_s), strict=True))
     except ray.exceptions.RayError:
         gone = {ref for ref in refs if is_gone(ref)}
         lost = {row.group_id for row in rows if any(where.ref in gone for where in row.packs.values())}
@@ -251,7 +252,7 @@ def read_samples(dataset: Dataset) -> tuple[list[Sample], list[str]]:
 def is_gone(ref: ray.ObjectRef) -> bool:
     """Whether an object cannot be had, after all of its batch were asked for once."""
     try:
-        ray.get(ref, timeout=0)
+        ray.get(ref, timeout=GONE_S)
     except ray.exceptions.RayError:
         return True
     return False

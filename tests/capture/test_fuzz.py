@@ -225,7 +225,7 @@ async def fine(prompt, params, request_id, group_id, options):
     """An engine that always says `fine`."""
     from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 
-    from .conftest import logprob_of
+    from .conftest import logprob_of, prompt_logprobs
 
     ids = [102, 105, 110, 101, 1][: params.max_tokens]
     wanted = params.logprobs or 0
@@ -236,7 +236,10 @@ async def fine(prompt, params, request_id, group_id, options):
         )
         for index in range(params.n)
     ]  # fmt: skip
-    yield RequestOutput(request_id, None, list(prompt["prompt_token_ids"]), None, parts, finished=True)
+    context = list(prompt["prompt_token_ids"])
+    yield RequestOutput(
+        request_id, None, context, prompt_logprobs(context, params.prompt_logprobs), parts, finished=True
+    )
 
 
 def state(session: Any) -> tuple[Any, ...]:

@@ -138,6 +138,8 @@ async def test_responses_images(seeing):
         ({"type": "image_url", "image_url": {"url": "file:///etc/hosts"}}, "base64 data URI"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "not an image"),
         ({"type": "image_url", "image_url": {"url": uri(ONE)}, "uuid": "mine"}, "uuid"),
+        ({"type": "text", "text": "see", "image_url": "http://127.0.0.1:1/"}, "name the type"),
+        ({"type": "text", "text": "see", "video_url": {"url": "http://127.0.0.1:1/"}}, "name the type"),
         ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "only images"),
         ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "only images"),
     ],
@@ -211,6 +213,14 @@ async def test_a_host_that_is_named_is_asked_wherever_it_leads(web):
         (["*"], "http://localhost:{}/image", "not public"),
         (["*"], "http://127.0.0.1:{}/image", "not public"),
         (["*"], "http://[::ffff:127.0.0.1]:{}/image", "not public"),
+        (["*"], "http://[::127.0.0.1]:{}/image", "not public"),
+        (["*"], "http://[64:ff9b::7f00:1]:{}/image", "not public"),
+        (
+            ["*"],
+            "http://１２７.0.0.1:{}/image",
+            "not public",
+        ),  # in full-width digits, which a client of HTTP reads as the plain ones
+        (["*"], "http://[bad:{}/image", "ValueError"),
         (["*"], "http://2130706433:{}/image", "2130706433"),  # 127.0.0.1 as one number
         (["localhost"], "http://localhost:{}/away", "not fetched from '127.0.0.1'"),
         (["localhost", "*"], "http://localhost:{}/away", "not public"),
