@@ -22,7 +22,7 @@ class Pictures(ChatAgent):
         said = first.choices[0].message.model_dump(exclude_none=True)
         messages = [*ctx.messages, said, {"role": "user", "content": content}]
         second = await client.chat.completions.create(model=ctx.model_name, messages=messages)
-        return Result(reward=float(second.usage.completion_tokens % 2))
+        return Result(reward=float(len(second.choices[0].message.content or "") % 2))
 
 
 class AgentRunner(ChatAgentRunner):

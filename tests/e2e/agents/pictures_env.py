@@ -10,7 +10,7 @@ class Pictures(Env):
         if state["turn"] == 0:
             noise = np.random.default_rng(int(state["label"])).integers(0, 255, (40, 80, 3), np.uint8)
             return Result(reward=0.0, observation="and this", images=[noise], terminated=False)
-        return Result(reward=float(len(state["action_ids"]) % 2))
+        return Result(reward=float(len(state["action_message"]) % 2))
 
 
 class AgentRunner(StepEnvRunner):
