@@ -210,7 +210,7 @@ def test_reference_and_critic_take_part_and_come_back(models: dict[str, Path], t
     assert sorted(folder.name for folder in Path(f"{longer.ckpt.path}-critic").glob("*/complete")) == ["complete"] * 3
     for record in records_of(longer):
         actions = sum(record["action_mask"])
-        assert len(record["reference_logprobs"]) == len(record["values"]) == actions
+        assert len(record["reference.reference_logprobs"]) == len(record["critic.values"]) == actions
     assert serve.status().applications == {} and not [
         name for name in ray.util.list_named_actors() if "-critic-" in name or "-reference-" in name
     ]
