@@ -28,9 +28,9 @@ async def evaluate(config: Config, form: AgentForm, startup: dict[str, float]) -
         prompts = read_held_out(config)
     if not prompts:
         refuse("eval.dataset", config.eval.dataset, "nothing to evaluate: give it, --eval.datasets or --eval.task_size")
-    async with serving(config, form, startup) as workers:
+    async with serving(config, form, startup) as up:
         begun = time.monotonic()
-        evaluation = await Evaluator(config, prompts, workers).run(0, "alone")
+        evaluation = await Evaluator(config, prompts, up.workers).run(0, "alone")
         seconds = time.monotonic() - begun
     metrics = evaluation.metrics()
     metrics["perf/action_tokens_per_s"] = evaluation.action_tokens / seconds

@@ -22,6 +22,11 @@ class Node:
     option: str = ""  # the flag that sets `count`
 
 
+def rank_node(name: str, count: int, cpus: float, gpus: bool, option: str) -> Node:
+    """A group of torch ranks: without GPUs one process each, else one GPU."""
+    return Node(name, "actors: FSDP2", count, cpus, int(gpus), option)
+
+
 @dataclass(frozen=True, slots=True)
 class Edge:
     source: str

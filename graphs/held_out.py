@@ -32,7 +32,7 @@ class HeldOut:
         self.interrupted = False  # the last one was ended by `close`
         self.dropped = 0  # that took longer than a refit waits
         self._running: asyncio.Task[dict[str, float]] | None = None
-        self._of = (0, 0)  # step and version that the last one began with
+        self._step = 0  # that the last one began after
 
     @property
     def wants_checkpoint(self) -> bool:
@@ -42,7 +42,7 @@ class HeldOut:
     def start(self, step: int, version: int) -> None:
         """Begins an evaluation of the weights after `step`, which the engines hold as `version`."""
         if self.evaluator is not None:
-            self._of = step, version
+            self._step = step
             self._running = asyncio.create_task(self.evaluate(step, version))
 
     async def evaluate(self, step: int, version: int) -> dict[str, float]:
@@ -55,7 +55,7 @@ class HeldOut:
         running, self._running = self._running, None
         if running is None:
             return
-        step, _ = self._of
+        step = self._step
         if not (await asyncio.wait([running], timeout=wait_s))[0]:
             self.dropped += 1
             await cancelled(running)

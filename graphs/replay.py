@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from graphs.graph import Edge, Graph, Node
+from graphs.graph import Edge, Graph, rank_node
 from molt_ray import resources
 from molt_ray.algorithm.advantage import advantage_values
 from molt_ray.config import Config, refuse
@@ -18,14 +18,7 @@ from molt_ray.trainer.group import TrainerGroup, load_together
 
 
 def declare(config: Config, *, gpus: bool) -> Graph:
-    trainers = Node(
-        "TrainerRank",
-        "actors: FSDP2",
-        config.world_size,
-        resources.TRAINER_CPUS,
-        int(gpus),
-        "actor.num_gpus_per_node",
-    )
+    trainers = rank_node("TrainerRank", config.world_size, resources.TRAINER_CPUS, gpus, "actor.num_gpus_per_node")
     return Graph([trainers], [Edge("Records", "TrainerRank", "Ray Data: rows and references of a batch")])
 
 

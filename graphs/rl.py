@@ -7,7 +7,6 @@ TrainerRank → refit → PolicyEngine. While the ranks train version v, the nex
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -15,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import ray.data
-from ray import serve
 
-from graphs.graph import Edge, Graph, Node
+from graphs.graph import Edge, Graph, Node, rank_node
 from graphs.held_out import HeldOut, tag_of
-from graphs.lifecycle import Timer, refuse_what_is_in_use, stop_on_signals, together
+from graphs.lifecycle import Timer, refuse_what_is_in_use, together
 from graphs.pool import make_pool, step_limit
-from graphs.serving import AgentForm, declare_serving, start_workers, workers_of
+from graphs.serving import AgentForm, declare_serving, serving
 from molt_ray import resources
 from molt_ray.algorithm.advantage import advantage_values, estimator_of
 from molt_ray.algorithm.kl_controller import KlController
@@ -30,17 +28,15 @@ from molt_ray.engine.fleet import Fleet
 from molt_ray.engine.roster import RefitFailed
 from molt_ray.errors import LostPayload
 from molt_ray.experience import Row
-from molt_ray.handles import hang_up
 from molt_ray.handoff import StepPlan, plan_step, quiet_data, to_datasets
 from molt_ray.metrics import MetricsLog, rollout_metrics, stage_report
-from molt_ray.record import RECORD_S, write_records
+from molt_ray.record import RECORD_S, record_file, write_records
 from molt_ray.rollout.dispatcher import Dispatcher
 from molt_ray.rollout.evaluator import Evaluator
 from molt_ray.rollout.filters import group_filter
 from molt_ray.rollout.pool import Group, GroupPool
 from molt_ray.rollout.prompts import read_held_out, read_prompts
 from molt_ray.trainer.group import CriticGroup, RankLost, ReferenceGroup, TrainerGroup, load_together
-from serve_apps.deploy import release, sweep
 
 REFIT_TRIES = 3
 WATCH_S = 5.0  # between looks at the engines while no batch comes
@@ -48,10 +44,9 @@ WATCH_S = 5.0  # between looks at the engines while no batch comes
 
 def declare(config: Config, form: AgentForm, *, gpus: bool) -> Graph:
     """The nodes and edges of a run."""
-    cpus, size = resources.TRAINER_CPUS, config.world_size
-    trainers = Node("TrainerRank", "actors: FSDP2", size, cpus, int(gpus), "actor.num_gpus_per_node")
-    scorers = scoring_nodes(config, int(gpus))
-    serving = declare_serving(config, form, gpus=gpus)
+    trainers = rank_node("TrainerRank", config.world_size, resources.TRAINER_CPUS, gpus, "actor.num_gpus_per_node")
+    scorers = scoring_nodes(config, gpus)
+    sampling = declare_serving(config, form, gpus=gpus)
     edges = [
         Edge("GroupPool", "AgentWorker", "prompts, a group a call"),
         Edge("AgentWorker", "GroupPool", "light rows, references to packs"),
@@ -59,17 +54,18 @@ def declare(config: Config, form: AgentForm, *, gpus: bool) -> Graph:
         Edge("TrainerRank", "PolicyEngine", "weights"),
         *(Edge(node.name, "TrainerRank", "a column per token, by reference") for node in scorers),
     ]
-    return Graph([*serving.nodes, trainers, *scorers], [*edges, *serving.edges])
+    return Graph([*sampling.nodes, trainers, *scorers], [*edges, *sampling.edges])
 
 
-def scoring_nodes(config: Config, gpus: int) -> list[Node]:
+def scoring_nodes(config: Config, gpus: bool) -> list[Node]:
     """Ranks that add to a batch what the objective asks for, each group of its own size."""
-    cpus, what = resources.SCORER_CPUS, "actors: FSDP2"
-    nodes = []
+    nodes, cpus = [], resources.SCORER_CPUS
     if config.needs_reference:
-        nodes.append(Node("ReferenceRank", what, config.of_reference().world_size, cpus, gpus, "ref.num_gpus_per_node"))
+        size = config.of_reference().world_size
+        nodes.append(rank_node("ReferenceRank", size, cpus, gpus, "ref.num_gpus_per_node"))
     if config.needs_critic:
-        nodes.append(Node("CriticRank", what, config.of_critic().world_size, cpus, gpus, "critic.num_gpus_per_node"))
+        size = config.of_critic().world_size
+        nodes.append(rank_node("CriticRank", size, cpus, gpus, "critic.num_gpus_per_node"))
     return nodes
 
 
@@ -287,7 +283,7 @@ class Loop:
 
     async def record(self, step: Step) -> None:
         """Writes the batch to the run's folder, with what jobs/replay.py needs to train it again and compare."""
-        file = self.log.folder / "rollouts" / f"step-{self.step:06d}.parquet"
+        file = record_file(self.log.folder, self.step)
         notes = {
             "version": step.plan.version,
             "kl_coef": step.plan.kl_coef,
@@ -298,10 +294,8 @@ class Loop:
         }
         try:
             await asyncio.wait_for(write_records.remote(str(file), self.step, step.rows, notes), RECORD_S)
-        except (
-            ray.exceptions.ObjectLostError,
-            TimeoutError,
-        ) as e:  # what was trained is no reason to stop, wherever its payload went
+        except (ray.exceptions.ObjectLostError, TimeoutError) as e:
+            # What was trained is no reason to stop, wherever its payload went.
             print(f"step {self.step} is not recorded: {e!r}", flush=True)
 
     async def save(self) -> None:
@@ -373,17 +367,10 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
     keep = group_filter(config)
     estimator_of(config.algo.advantage)  # a file of the user's own is told to be wrong now, not at the first batch
     quiet_data()
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     async with AsyncExitStack() as stack:
         with Timer(startup, "prompts"):
             prompts = read_prompts(config.data)
             held_out = read_held_out(config)
-        with Timer(startup, "serve"):
-            serve.start()  # once, before the parts below race to do it
-            sweep(config.run.name)
-        stack.callback(sweep, config.run.name)
-        fleet = Fleet(config)
-        stack.push_async_callback(fleet.stop)
         trainers = TrainerGroup(config, total_optimizer_steps=optimizer_steps(config, len(prompts)))
         reference = ReferenceGroup(config.of_reference()) if config.needs_reference else None
         critic = critic_group(config, len(prompts)) if config.needs_critic else None
@@ -394,23 +381,16 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
             stack.push_async_callback(group.shutdown)
         pool = make_pool(config, prompts)
         dispatcher = Dispatcher(config, pool, prompts, keep)
-        stack.push_async_callback(lambda: hang_up(dispatcher.workers))
+        starts = {name: group.start for name, group in ranks.items()}
+        up = await stack.enter_async_context(serving(config, form, startup, let_go=dispatcher.close, beside=starts))
         stack.push_async_callback(dispatcher.close)
-        stop_on_signals(lambda: let_go(config, dispatcher))
-        with Timer(startup, "engines, ranks, workers"):
-            await together(
-                startup,
-                engines=fleet.start(),
-                agent_workers=start_workers(config, form),
-                **{name: group.start() for name, group in ranks.items()},
-            )
-        dispatcher.workers = workers_of(config)
+        dispatcher.workers = up.workers
         log = MetricsLog(Path(config.run.dir), config.run.name, step_limit(config, len(prompts)))
         stack.callback(conclude, log, startup)
-        evaluator = Evaluator(config, held_out, dispatcher.workers) if held_out else None
+        evaluator = Evaluator(config, held_out, up.workers) if held_out else None
         evaluations = HeldOut(config, evaluator, log, learners)
         kl = KlController(config.kl_coef, config.algo.kl.target, config.algo.kl.horizon)
-        loop = Loop(config, pool, dispatcher, fleet, trainers, log, evaluations, kl, reference, critic)
+        loop = Loop(config, pool, dispatcher, up.fleet, trainers, log, evaluations, kl, reference, critic)
         if config.ckpt.load_enable:
             await loop.resume()
         await loop.run()
@@ -427,12 +407,6 @@ def conclude(log: MetricsLog, startup: dict[str, float]) -> None:
     report = stage_report(log.file, startup)
     (log.folder / "report.txt").write_text(report + "\n")
     print(report, f"results in {log.folder}", sep="\n", flush=True)
-
-
-async def let_go(config: Config, dispatcher: Dispatcher) -> None:
-    """Cancels the rollouts, so that nothing keeps the workers, and has Serve delete the applications."""
-    await dispatcher.close()
-    release(config.run.name)
 
 
 def critic_group(config: Config, prompts: int) -> CriticGroup:

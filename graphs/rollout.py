@@ -15,7 +15,7 @@ from graphs.pool import make_pool, step_limit
 from graphs.serving import AgentForm, declare_serving, serving
 from molt_ray.config import Config
 from molt_ray.metrics import MetricsLog, rollout_metrics
-from molt_ray.record import RECORD_S, write_records
+from molt_ray.record import RECORD_S, record_file, write_records
 from molt_ray.rollout.dispatcher import Dispatcher
 from molt_ray.rollout.filters import group_filter
 from molt_ray.rollout.prompts import read_prompts
@@ -33,9 +33,9 @@ async def rollout(config: Config, form: AgentForm, startup: dict[str, float]) ->
     keep = group_filter(config)
     with Timer(startup, "prompts"):
         prompts = read_prompts(config.data)
-    async with serving(config, form, startup) as workers:
-        dispatcher = Dispatcher(config, make_pool(config, prompts), prompts, keep)
-        dispatcher.workers = workers
+    dispatcher = Dispatcher(config, make_pool(config, prompts), prompts, keep)
+    async with serving(config, form, startup, let_go=dispatcher.close) as up:
+        dispatcher.workers = up.workers
         limit = step_limit(config, len(prompts))
         log = MetricsLog(Path(config.run.dir), config.run.name, limit)
         try:
@@ -55,7 +55,7 @@ async def batches(config: Config, dispatcher: Dispatcher, log: MetricsLog, limit
             break
         rows = [row for group in groups for row in group.rows()]
         if config.run.record:
-            file = log.folder / "rollouts" / f"step-{step:06d}.parquet"
+            file = record_file(log.folder, step)
             await asyncio.wait_for(write_records.remote(str(file), step, rows, {}), RECORD_S)
         dispatcher.refitted(step, groups)
         seconds, reported = time.monotonic() - reported, time.monotonic()

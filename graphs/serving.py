@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ray import serve
@@ -54,28 +55,47 @@ def declare_serving(config: Config, form: AgentForm, *, gpus: bool) -> Graph:
     return Graph([*nodes, endpoint], calls)
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What samples, up and running."""
+
+    fleet: Fleet
+    workers: Any  # handle of the agent workers
+
+
 @asynccontextmanager
-async def serving(config: Config, form: AgentForm, startup: dict[str, float]) -> AsyncIterator[Any]:
-    """Engines and workers of a run without trainer ranks, up and running: the handle of the workers. `startup` gets the seconds."""
+async def serving(
+    config: Config,
+    form: AgentForm,
+    startup: dict[str, float],
+    *,
+    let_go: Callable[[], Awaitable[None]] | None = None,
+    beside: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] | None = None,
+) -> AsyncIterator[Serving]:
+    """Engines and workers of a run. `startup` gets the seconds; `beside` is started with them, by name. `let_go` cancels the calls to the workers
+    when the run is told to stop: Serve would wait for them."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    beside = beside or {}
+
+    async def stop() -> None:
+        if let_go is not None:
+            await let_go()
+        await asyncio.to_thread(release, config.run.name)
+
     async with AsyncExitStack() as stack:
         with Timer(startup, "serve"):
-            serve.start()
+            serve.start()  # once, before the parts below race to do it
             sweep(config.run.name)
         stack.callback(sweep, config.run.name)
         fleet = Fleet(config)
         stack.push_async_callback(fleet.stop)
-        stop_on_signals(lambda: asyncio.to_thread(release, config.run.name))
-        with Timer(startup, "engines, workers"):
-            await together(startup, engines=fleet.start(), agent_workers=start_workers(config, form))
-        handle = workers_of(config)
-        stack.push_async_callback(hang_up, handle)
-        yield handle
-
-
-def workers_of(config: Config) -> Any:
-    """The handle of the run's agent workers; `hang_up` ends it."""
-    return serve.get_deployment_handle("AgentWorker", app_name(config.run.name, "agents"))
+        stop_on_signals(stop)
+        with Timer(startup, "engines, ranks, workers" if beside else "engines, workers"):
+            others = {name: start() for name, start in beside.items()}
+            await together(startup, engines=fleet.start(), agent_workers=start_workers(config, form), **others)
+        workers = serve.get_deployment_handle("AgentWorker", app_name(config.run.name, "agents"))
+        stack.push_async_callback(hang_up, workers)
+        yield Serving(fleet, workers)
 
 
 async def start_workers(config: Config, form: AgentForm) -> None:

@@ -90,18 +90,17 @@ def plan_step(
     shares: dict[int, Share] = {}
     parts: list[list[tuple[int, int, int]]] = [[] for _ in range(dp_size)]  # (row, window, micro) per rank
     for number, members in enumerate(windows_of(rows, config.train.batch_size or config.rollout.batch_size)):
-        micro_batches = 0
-        for rank, share in enumerate(layout.over_ranks([rows[i] for i in members], dp_size)):
+        micro_batches, made = 0, [rows[i] for i in members]
+        for rank, share in enumerate(layout.over_ranks(made, dp_size)):
             mine = [members[i] for i in share]
             batches = layout.batches(
                 [rows[i] for i in mine], config.train.max_tokens_per_gpu, config.train.micro_batch_size
             )
             parts[rank] += [(mine[i], number, micro) for micro, batch in enumerate(batches) for i in batch]
             micro_batches = max(micro_batches, len(batches))
-        made = [rows[i] for i in members]
         shares |= dict(zip(members, shares_of(made, windows, config), strict=True))
-        rollouts = len({rows[i].rollout_id for i in members})
-        windows.append(Window(micro_batches, sum(rows[i].action_tokens for i in members), rollouts, len(members)))
+        rollouts = len({row.rollout_id for row in made})
+        windows.append(Window(micro_batches, sum(row.action_tokens for row in made), rollouts, len(made)))
     frames = [
         pd.DataFrame(
             {
@@ -119,11 +118,12 @@ def plan_step(
 
 def shares_of(rows: list[Row], before: list[Window], config: Config) -> list[Share]:
     """The shares of one window's rows, all of which have action tokens; `before`: the windows ahead of it."""
+    rollouts, segments = sum(window.rollouts for window in before), sum(window.segments for window in before)
     rollout: dict[str, int] = {}
     for row in rows:
-        rollout.setdefault(row.rollout_id, sum(window.rollouts for window in before) + len(rollout))
+        rollout.setdefault(row.rollout_id, rollouts + len(rollout))
     order = sorted(range(len(rows)), key=lambda i: (rollout[rows[i].rollout_id], rows[i].segment))
-    number = {i: sum(window.segments for window in before) + n for n, i in enumerate(order)}
+    number = {i: segments + n for n, i in enumerate(order)}
     last = {rollout[rows[i].rollout_id]: i for i in order}
     lengths = response_lengths(rows)
     return [

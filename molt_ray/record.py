@@ -22,6 +22,11 @@ RECORD_S = 600.0  # for one file, written or read
 METADATA = b"molt_ray"
 
 
+def record_file(run: Path, step: int) -> Path:
+    """Where a run keeps the record of a step."""
+    return run / "rollouts" / f"step-{step:06d}.parquet"
+
+
 @ray.remote(num_cpus=0.1, max_retries=1)
 def write_records(path: str, step: int, rows: list[Row], notes: dict[str, Any]) -> int:
     """Writes the rows and their columns to `path`; returns the number of records. `notes`: JSON, kept in the file's metadata.

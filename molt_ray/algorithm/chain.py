@@ -42,12 +42,12 @@ class Chain:
     def into(self, values: torch.Tensor, passed: torch.Tensor) -> torch.Tensor:
         """float64 [S]: what comes into each segment from those after it in its rollout, when a segment hands on its own number (of `values`
         [S]) plus `passed` [S] times what came into it."""
-        own, factor, last = self.everywhere(values), self.everywhere(passed), self.everywhere(self.last)
-        out, running = torch.zeros(self.total, dtype=torch.float64), 0.0
-        for i in range(self.total - 1, -1, -1):
+        own, factor, last = (self.everywhere(x).tolist() for x in (values, passed, self.last))
+        out, running = [0.0] * self.total, 0.0
+        for i in reversed(range(self.total)):
             out[i] = running = 0.0 if last[i] else running
-            running = float(own[i]) + float(factor[i]) * running
-        return out[self.number]
+            running = own[i] + factor[i] * running
+        return torch.tensor(out, dtype=torch.float64)[self.number]
 
     def next_first(self, values: torch.Tensor) -> torch.Tensor:
         """float64 [S]: of the values [N], the one at the next token after each segment; 0 where its rollout ends."""

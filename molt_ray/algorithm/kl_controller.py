@@ -21,6 +21,5 @@ class KlController:
         """After a batch of so many rollouts with a mean KL per action token of `kl`, nats. A value that is not finite changes nothing."""
         if self.target is not None and math.isfinite(kl):
             error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.coef *= 1 + error * min(
-                1.0, rollouts / self.horizon
-            )  # a batch larger than the horizon would turn its sign
+            # A batch larger than the horizon would turn its sign.
+            self.coef *= 1 + error * min(1.0, rollouts / self.horizon)

@@ -26,11 +26,10 @@ class TokenBatch:
     chain: Chain  # which tokens are whose, and how segments follow one another
     logp: torch.Tensor | None = None  # float32 [N]: under the trainer before the batch's first update, where needed
     penalty: torch.Tensor | None = (
-        None  # float64 [N]: coefficient · KL to the reference at each token, where it is part of the reward
+        None  # float64 [N]: coefficient · KL to the reference, where it is part of the reward
     )
-    critic: torch.Tensor | None = (
-        None  # float64 [N]: the critic's value of the context before each token, where there is one
-    )
+    critic: torch.Tensor | None = None  # float64 [N]: the critic's value of the context before each token
+    generalised: torch.Tensor | None = None  # float64 [N]: `gae_advantages`, where there is a critic
 
     @property
     def counts(self) -> torch.Tensor:
@@ -85,7 +84,7 @@ def reinforce(batch: TokenBatch, config: AdvantageConfig, reduce: Reduce) -> tor
 
 def gae(batch: TokenBatch, config: AdvantageConfig, reduce: Reduce) -> torch.Tensor:
     """The generalised advantage, whitened over the batch's tokens unless `no_whiten`. See `gae_advantages`."""
-    return whiten_unless_told(gae_advantages(batch, config), config, reduce)
+    return whiten_unless_told(batch.generalised, config, reduce)
 
 
 def gae_advantages(batch: TokenBatch, config: AdvantageConfig) -> torch.Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from molt_ray.experience import ADDED_COLUMNS, SURVIVORS, Experience
+from molt_ray.experience import ADDED_COLUMNS, SURVIVORS, Experience, Row
 from molt_ray.handoff import Share, StepPlan
 from molt_ray.trainer.shared_prefix import Bundle, common_prefixes
 from molt_ray.trainer.vision import Eyes, View, covered, pictures
@@ -238,3 +238,28 @@ def lay_out(plan: StepPlan, samples: list[Sample], layout: str, eyes: Eyes | Non
             )
         cells[sample.window][sample.micro].append(sample)
     return [[collate(cell, layout, eyes) for cell in window] for window in cells]
+
+
+def by_sample(windows: list[list[MicroBatch]], of: Callable[[MicroBatch], torch.Tensor]) -> list[torch.Tensor]:
+    """On the CPU: of each sample, what `of` says of its action tokens in its microbatch."""
+    batches = [batch for parts in windows for batch in parts]
+    found = [of(batch).cpu().split(batch.counts.tolist()) for batch in batches]
+    return [piece for pieces in found for piece in pieces]
+
+
+def plain(ids: list[int], temperature: float, layout: str, eyes: Eyes | None = None) -> MicroBatch:
+    """A token sequence as a microbatch that scores every token but the first."""
+    n = len(ids)
+    columns = {
+        "token_ids": np.array(ids),
+        "action_mask": np.arange(n) > 0,
+        "logprobs": np.zeros(n),
+        "versions": np.zeros(n),
+        "turn_index": np.zeros(n, np.int64),
+        "temperatures": np.full(n, temperature),
+    }
+    row = Row("", "", 0, 0, 1, 0.0, 0.0, [], 1, n - 1, 0, 0)
+    sample = Sample(
+        Experience(row, {"tokens": columns}), np.zeros(()), 0, 0, Share(0.0, 0, n - 1, segment=0, last=True)
+    )
+    return collate([sample], layout, eyes)

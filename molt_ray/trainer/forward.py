@@ -21,7 +21,7 @@ from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
 from transformers.utils import is_flash_attn_2_available
 
 from molt_ray.config import Config, ConfigError
-from molt_ray.trainer.collate import MicroBatch, Survivors
+from molt_ray.trainer.collate import MicroBatch, Survivors, plain
 from molt_ray.trainer.mesh import Mesh, local, reshard
 from molt_ray.trainer.shared_prefix import ATTENTION, Bundle
 from molt_ray.trainer.vision import auto_class, axes, embedding, image_id_of, positions, sees
@@ -163,8 +163,7 @@ def score(model: PreTrainedModel, batch: MicroBatch, mesh: Mesh) -> tuple[torch.
     ids, position_ids = batch.input_ids.to(device), batch.position_ids.to(device)
     if batch.view is not None:
         return score_view(model, batch, (ids, position_ids, mask, readout), device)
-    shared = model.config.get_text_config()._attn_implementation == ATTENTION
-    bundles = {"bundles": [bundle.to(device) for bundle in batch.bundles]} if shared else {}
+    bundles = {"bundles": [bundle.to(device) for bundle in batch.bundles]} if shares(model) else {}
     return model(ids, position_ids, mask, readout, **bundles)
 
 
@@ -254,20 +253,8 @@ def load_policy(config: Config, mesh: Mesh) -> PreTrainedModel:
     Raises ConfigError when the model's own logits differ from what `score` computes.
     """
     dtype = compute_dtype(config, mesh.device)
-    layout = DistributedConfig(
-        fsdp_size=mesh.dp_size, tp_size=mesh.tp_size, fsdp_mixed_precision=dtype == torch.bfloat16
-    )
     model_config = checked_config(config)
-    model = auto_class(model_config).from_pretrained(
-        config.actor.model_name_or_path,
-        config=model_config,
-        dtype=torch.float32,
-        distributed_config=layout,
-        attn_implementation=attention(config, mesh.device),
-    )
-    if mesh.dp_size == 1:
-        shard_alone(model, mesh, layout)
-    own_shards(model)
+    model, _ = load_sharded(auto_class(model_config), config, model_config, mesh)
     own = own_logprobs(model, mesh)
     model.forward = types.MethodType(scored_forward, model)
     head = model.get_output_embeddings()
@@ -276,6 +263,35 @@ def load_policy(config: Config, mesh: Mesh) -> PreTrainedModel:
         model.set_attn_implementation(ATTENTION)
         check_sharing(model, mesh, own, HEAD_TOLERANCE[dtype])
     check_head(model, mesh, own, HEAD_TOLERANCE[dtype])
+    return ready(model, config)
+
+
+def load_sharded(
+    kind: type, config: Config, model_config: PretrainedConfig, mesh: Mesh
+) -> tuple[PreTrainedModel, set[str]]:
+    """A model of `kind` (a transformers auto class) with float32 masters, sharded over the mesh; and the names of the parameters that its
+    folder does not hold."""
+    layout = DistributedConfig(
+        fsdp_size=mesh.dp_size,
+        tp_size=mesh.tp_size,
+        fsdp_mixed_precision=compute_dtype(config, mesh.device) == torch.bfloat16,
+    )
+    model, loaded = kind.from_pretrained(
+        config.actor.model_name_or_path,
+        config=model_config,
+        dtype=torch.float32,
+        distributed_config=layout,
+        attn_implementation=attention(config, mesh.device),
+        output_loading_info=True,
+    )
+    if mesh.dp_size == 1:
+        shard_alone(model, mesh, layout)
+    own_shards(model)
+    return model, set(loaded["missing_keys"])
+
+
+def ready(model: PreTrainedModel, config: Config) -> PreTrainedModel:
+    """The model as it is trained."""
     if config.actor.gradient_checkpoint == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
@@ -312,37 +328,22 @@ def own_shards(model: PreTrainedModel) -> None:
     model.tie_weights()
 
 
-def probe(model: PreTrainedModel, mesh: Mesh) -> MicroBatch:
+def shares(model: PreTrainedModel) -> bool:
+    """Whether the model has the attention of shared prefixes."""
+    return model.config.get_text_config()._attn_implementation == ATTENTION
+
+
+def probe(model: PreTrainedModel) -> MicroBatch:
     """16 tokens, the same on all ranks, all but the first to be scored."""
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (1, 16), generator=torch.Generator().manual_seed(0))
-    n = ids.numel() - 1
-    return MicroBatch(
-        input_ids=ids,
-        position_ids=torch.arange(n + 1)[None],
-        attention_mask=torch.ones_like(ids),
-        predict=torch.arange(n),
-        target=ids[0, 1:],
-        temperature=torch.ones(n),
-        behaviour=torch.zeros(n),
-        version=torch.zeros(n, dtype=torch.int64),
-        value=torch.zeros(n, dtype=torch.float64),
-        weight=torch.zeros(n),
-        sequence=torch.zeros(n, dtype=torch.int64),
-        sequence_tokens=torch.full((n,), float(n)),
-        counts=torch.tensor([n]),
-        repeats=torch.ones(n + 1, dtype=torch.int64),
-        segment=torch.zeros(1, dtype=torch.int64),
-        last=torch.ones(1, dtype=torch.bool),
-        tokens=n + 1,
-        bundles=[Bundle.of(0, n + 1, [0])],
-    )
+    ids = torch.randint(vocabulary, (16,), generator=torch.Generator().manual_seed(0))
+    return plain(ids.tolist(), 1.0, "shared" if shares(model) else "padded")
 
 
 @torch.no_grad()
 def own_logprobs(model: PreTrainedModel, mesh: Mesh) -> torch.Tensor:
     """Log-probs of the probe by the model's own forward, on the CPU."""
-    batch = probe(model, mesh)
+    batch = probe(model)
     logits = model.eval()(input_ids=batch.input_ids.to(mesh.device), use_cache=False).logits[0, :-1].float().cpu()
     reshard(model)
     return logits.log_softmax(-1).gather(-1, batch.target[:, None])[:, 0]
@@ -359,11 +360,10 @@ def probe_gap(model: PreTrainedModel, mesh: Mesh, batch: MicroBatch, own: torch.
 def check_sharing(model: PreTrainedModel, mesh: Mesh, own: torch.Tensor, tolerance: float) -> None:
     """Scores the second half of the probe as the second of two responses to the first half. Raises ConfigError when that is not what
     the model alone says: some models ignore the attention that they are given, some fail on its arguments."""
-    batch = probe(model, mesh)
+    batch = probe(model)
     n = batch.tokens
     batch.input_ids = torch.cat([batch.input_ids, batch.input_ids[:, n // 2 :]], 1)
     batch.position_ids = torch.cat([batch.position_ids, batch.position_ids[:, n // 2 :]], 1)
-    batch.attention_mask = None
     batch.predict = torch.where(batch.predict < n // 2, batch.predict, batch.predict + n // 2)
     batch.bundles = [Bundle.of(0, n // 2, [n // 2, n // 2])]
     try:
@@ -379,7 +379,7 @@ def check_sharing(model: PreTrainedModel, mesh: Mesh, own: torch.Tensor, toleran
 
 
 def check_head(model: PreTrainedModel, mesh: Mesh, own: torch.Tensor, tolerance: float) -> None:
-    gap = probe_gap(model, mesh, probe(model, mesh), own)
+    gap = probe_gap(model, mesh, probe(model), own)
     if not gap <= tolerance:
         raise ConfigError(
             f"--actor.model_name_or_path {model.name_or_path!r}: its logits are not head · hidden (log-probs differ by {gap:.3g} on "

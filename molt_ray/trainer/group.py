@@ -27,9 +27,8 @@ from molt_ray.trainer.rank import CriticRank, Rank, ReferenceRank, TrainerRank
 
 PLACEMENT_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 1800.0  # a cold import and a large model from shared storage
-GRACE_S = (
-    30.0  # after one rank's failure, for the others' to arrive: a death explains theirs, and Ray may notice it late
-)
+# After one rank's failure, for the others' to arrive: a death explains theirs, and Ray may notice it late.
+GRACE_S = 30.0
 
 
 class TrainerError(RunError):

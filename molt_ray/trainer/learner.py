@@ -12,23 +12,21 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from molt_ray.algorithm.chain import Chain
 from molt_ray.algorithm.kl import k1
 from molt_ray.algorithm.token_advantage import TokenBatch, gae_advantages, token_advantages, token_estimator
 from molt_ray.config import Config
-from molt_ray.experience import Experience, Row
-from molt_ray.handoff import Share, StepPlan
-from molt_ray.trainer.collate import MicroBatch, Sample, collate, lay_out
+from molt_ray.handoff import StepPlan
+from molt_ray.trainer.collate import MicroBatch, Sample, by_sample, lay_out, plain
 from molt_ray.trainer.forward import compute_dtype, load_policy, score
 from molt_ray.trainer.mesh import Mesh, defer_partial_gradients, reshard
 from molt_ray.trainer.objective import Objective, Terms, Work
 from molt_ray.trainer.optimizer import PolicyOptimizer
 from molt_ray.trainer.routers import RouterBalance
 from molt_ray.trainer.tally import Tally, means
-from molt_ray.trainer.vision import Eyes, eyes_of
+from molt_ray.trainer.vision import eyes_of
 
 
 @dataclass(slots=True)
@@ -112,10 +110,10 @@ class Learner:
         known = self.objective.needs_old(plan)
         logp = torch.cat([torch.zeros(0), *(piece.cpu() for piece in before)]) if known else None
         tokens = self.token_batch(plan, flat, logp)
-        advantages = token_advantages(self.token_advantages, tokens, self.config.algo.advantage, self.mesh.sum)
         if self.config.needs_critic:
-            returns = gae_advantages(tokens, self.config.algo.advantage) + tokens.critic
-            self.returns = list(returns.float().split(tokens.counts.tolist()))
+            tokens.generalised = gae_advantages(tokens, self.config.algo.advantage)
+            self.returns = list((tokens.generalised + tokens.critic).float().split(tokens.counts.tolist()))
+        advantages = token_advantages(self.token_advantages, tokens, self.config.algo.advantage, self.mesh.sum)
         device, sizes = self.mesh.device, [len(b.target) for b in flat]
         work = [
             Work(batch, advantage.to(device), batch.behaviour.to(device), logp)
@@ -250,34 +248,16 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, plan: StepPlan, samples: list[Sample]) -> list[torch.Tensor]:
         """float32 [action tokens] of each sample, at the temperature of each token's turn."""
-        batches = [batch for parts in lay_out(plan, samples, self.config.fsdp.layout, self.eyes) for batch in parts]
-        found = [score(self.model, batch, self.mesh)[0].cpu() for batch in batches]
+        windows = lay_out(plan, samples, self.config.fsdp.layout, self.eyes)
+        found = by_sample(windows, lambda batch: score(self.model, batch, self.mesh)[0])
         reshard(self.model)
-        return [part for batch, logp in zip(batches, found, strict=True) for part in logp.split(batch.counts.tolist())]
+        return found
 
 
 def added(batches: list[MicroBatch], column: str) -> torch.Tensor:
     """float64 [sum of N], on the CPU: what other ranks added. Dummies have no columns and no tokens."""
     nothing = torch.zeros(0, dtype=torch.float64)
     return torch.cat([nothing, *(batch.added[column].double() for batch in batches if len(batch.target))])
-
-
-def plain(ids: list[int], temperature: float, layout: str, eyes: Eyes | None) -> MicroBatch:
-    """A token sequence as a microbatch that scores every token but the first."""
-    n = len(ids)
-    columns = {
-        "token_ids": np.array(ids),
-        "action_mask": np.arange(n) > 0,
-        "logprobs": np.zeros(n),
-        "versions": np.zeros(n),
-        "turn_index": np.zeros(n, np.int64),
-        "temperatures": np.full(n, temperature),
-    }
-    row = Row("", "", 0, 0, 1, 0.0, 0.0, [], 1, n - 1, 0, 0)
-    sample = Sample(
-        Experience(row, {"tokens": columns}), np.zeros(()), 0, 0, Share(0.0, 0, n - 1, segment=0, last=True)
-    )
-    return collate([sample], layout, eyes)
 
 
 def check_versions(batches: list[list[MicroBatch]], version: int, max_staleness: int) -> None:

@@ -93,8 +93,8 @@ class Objective:
         return ~failed | uncertain
 
     def kl_estimate(self, logp: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-        """float64 [N], on the CPU, without gradient: the KL to the reference at each token, 0 where it is not finite."""
-        estimate = self.kl(logp.detach().cpu().double(), reference.double())
+        """float64 [N], where `logp` is, without gradient: the KL to the reference at each token, 0 where it is not finite."""
+        estimate = self.kl(logp.detach().double(), reference.to(logp.device).double())
         return torch.where(torch.isfinite(estimate), estimate, 0.0)
 
     def kl_to_reference(self, work: Work, logp: torch.Tensor) -> torch.Tensor | None:

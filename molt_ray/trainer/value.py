@@ -11,13 +11,12 @@ import types
 
 import torch
 from transformers import AutoModelForTokenClassification, PreTrainedModel
-from transformers.distributed import DistributedConfig
 
 from molt_ray.algorithm.loss import value_loss
 from molt_ray.config import Config, ConfigError
 from molt_ray.handoff import StepPlan
-from molt_ray.trainer.collate import MicroBatch, Sample, lay_out
-from molt_ray.trainer.forward import attention, checked_config, compute_dtype, own_shards, shard_alone
+from molt_ray.trainer.collate import MicroBatch, Sample, by_sample, lay_out
+from molt_ray.trainer.forward import checked_config, compute_dtype, load_sharded, ready
 from molt_ray.trainer.mesh import Mesh, defer_partial_gradients, local, reshard
 from molt_ray.trainer.optimizer import PolicyOptimizer
 
@@ -33,28 +32,12 @@ def load_critic(config: Config, mesh: Mesh) -> PreTrainedModel:
             f"--critic.model_name_or_path {config.actor.model_name_or_path!r}: transformers has no token classifier of the "
             f"{model_config.model_type} family to make a critic of; name a model of another family with the same tokenizer"
         )
-    dtype = compute_dtype(config, mesh.device)
-    layout = DistributedConfig(
-        fsdp_size=mesh.dp_size, tp_size=mesh.tp_size, fsdp_mixed_precision=dtype == torch.bfloat16
-    )
-    model, loaded = AutoModelForTokenClassification.from_pretrained(
-        config.actor.model_name_or_path,
-        config=model_config,
-        dtype=torch.float32,
-        distributed_config=layout,
-        attn_implementation=attention(config, mesh.device),
-        output_loading_info=True,
-    )
-    if mesh.dp_size == 1:
-        shard_alone(model, mesh, layout)
-    own_shards(model)
-    if any(name.startswith(f"{HEAD}.") for name in loaded["missing_keys"]):
+    model, missing = load_sharded(AutoModelForTokenClassification, config, model_config, mesh)
+    if any(name.startswith(f"{HEAD}.") for name in missing):
         for parameter in getattr(model, HEAD).parameters():
             torch.nn.init.zeros_(local(parameter.data))
     model.forward = types.MethodType(valued_forward, model)
-    if config.actor.gradient_checkpoint == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()
+    return ready(model, config)
 
 
 def valued_forward(
@@ -99,12 +82,10 @@ class CriticLearner:
     @torch.no_grad()
     def values(self, plan: StepPlan, samples: list[Sample]) -> list[torch.Tensor]:
         """float32 [action tokens] of each sample."""
-        batches = [batch for parts in lay_out(plan, samples, self.config.fsdp.layout) for batch in parts]
-        found = [values(self.model, batch, self.mesh).cpu() for batch in batches]
+        windows = lay_out(plan, samples, self.config.fsdp.layout)
+        found = by_sample(windows, lambda batch: values(self.model, batch, self.mesh))
         reshard(self.model)
-        return [
-            part for batch, value in zip(batches, found, strict=True) for part in value.split(batch.counts.tolist())
-        ]
+        return found
 
     def train(self, plan: StepPlan, samples: list[Sample]) -> dict[str, float]:
         """Moves the values towards the samples' returns; the metrics are those of all ranks. The weights of tokens are the policy's."""
