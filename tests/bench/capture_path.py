@@ -12,24 +12,19 @@ from __future__ import annotations
 import asyncio
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import aiohttp
 import numpy as np
-import ray
 from ray import serve
 
 from molt_ray.capture.client import CaptureClient
-from molt_ray.config import Config
-from molt_ray.tiny import make_byte_model
-from serve_apps import capture
-from tests.capture.test_serve_app import RUN, USER, ScriptedEngine, free_port
+from tests.bench.capture_sessions import capture_over
+from tests.capture.test_serve_app import RUN, USER, ScriptedEngine
 
 CALLS, WARM_UP = 200, 20
 ROUTES = 5_000_000  # bytes
@@ -105,17 +100,8 @@ async def measure() -> None:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        model = str(make_byte_model(Path(folder) / "dense"))
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-        serve.start(http_options={"host": "127.0.0.1", "port": free_port()})
-        engine = EngineWithRoutes.options(ray_actor_options={"num_cpus": 0.1}).bind(model)
-        serve.run(engine, name=f"{RUN}-engine", route_prefix=None)
-        config = Config(actor={"model_name_or_path": model}, data={"max_len": 256}, run={"name": RUN})
-        serve.run(capture.app(config), name=f"{RUN}-capture", route_prefix=None)
+    with capture_over(EngineWithRoutes):
         asyncio.run(measure())
-        serve.shutdown()
-        ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,10 @@ import asyncio
 import os
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
@@ -54,18 +57,25 @@ async def measure() -> None:
         print(f"{CALLS} at once: {CALLS / (time.perf_counter() - started):.0f} requests/s")
 
 
-def main() -> None:
+@contextmanager
+def capture_over(engine: Any) -> Iterator[None]:
+    """A cluster of its own with the Capture deployment, and `engine`, a deployment of tests/capture/test_serve_app.py's kind, behind it."""
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_byte_model(Path(folder) / "dense"))
         ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
         serve.start(http_options={"host": "127.0.0.1", "port": free_port()})
-        engine = ScriptedEngine.options(ray_actor_options={"num_cpus": 0.1}).bind(model)
+        engine = engine.options(ray_actor_options={"num_cpus": 0.1}).bind(model)
         serve.run(engine, name=f"{RUN}-engine", route_prefix=None)
         config = Config(actor={"model_name_or_path": model}, data={"max_len": 256}, run={"name": RUN})
         serve.run(capture.app(config), name=f"{RUN}-capture", route_prefix=None)
-        asyncio.run(measure())
+        yield
         serve.shutdown()
         ray.shutdown()
+
+
+def main() -> None:
+    with capture_over(ScriptedEngine):
+        asyncio.run(measure())
 
 
 if __name__ == "__main__":

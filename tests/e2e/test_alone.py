@@ -5,25 +5,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import ray
 from ray import serve
 from test_loop import ROOT, configure, flags_of
 
 import graphs.rollout
 from molt_ray.metrics import read_metrics
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, namespace="molt", log_to_driver=False)
-    yield
-    serve.shutdown()
-    ray.shutdown()
 
 
 def test_two_data_sets_are_evaluated_without_training(models: dict[str, Path], tmp_path: Path):

@@ -6,15 +6,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import ray
 from pictures import picture, uri
-from ray import serve
 from safetensors.numpy import load_file
 
 import graphs.rl
@@ -22,14 +19,6 @@ from molt_ray.command_line import parse
 from molt_ray.metrics import read_metrics
 
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, namespace="molt", log_to_driver=False)
-    yield
-    serve.shutdown()
-    ray.shutdown()
 
 
 def prompts_with_images(folder: Path) -> Path:

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,14 +33,6 @@ from molt_ray.rollout.dispatcher import RolloutError
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, namespace="molt", log_to_driver=False)
-    yield
-    serve.shutdown()
-    ray.shutdown()
 
 
 def flags_of(model: Path, folder: Path, **options: object) -> list[str]:

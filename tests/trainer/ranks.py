@@ -141,19 +141,24 @@ def make_groups(seed: int = 0, vocabulary: int = 300) -> tuple[list[Experience],
             segments = [two_turns(rng, begin, vocabulary)]
             if index % 3 == 1:
                 segments.append(two_turns(rng, np.append(prompt[: len(prompt) // 2], [7, index]), vocabulary))
-            out += experiences_of(
-                segments,
-                rollout_id=f"{group}.{index}",
-                group_id=str(group),
-                prompt_id=group,
-                reward=0.0,
-                score=0.0,
-                turn_rewards=[],
-                info={},
-                truncated=False,
-                aborted=False,
-            )
+            out += unrewarded(segments, f"{group}.{index}", str(group), group)
     return out, rng.normal(size=len(out)).tolist()
+
+
+def unrewarded(segments: list[Segment], rollout_id: str, group_id: str = "g", prompt_id: int = 0) -> list[Experience]:
+    """A rollout as experiences, where its reward does not matter."""
+    return experiences_of(
+        segments,
+        rollout_id=rollout_id,
+        group_id=group_id,
+        prompt_id=prompt_id,
+        reward=0.0,
+        score=0.0,
+        turn_rewards=[],
+        info={},
+        truncated=False,
+        aborted=False,
+    )
 
 
 def two_turns(rng: np.random.Generator, prompt: np.ndarray, vocabulary: int) -> Segment:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 from pictures import picture
-from ranks import make_config, run_ranks
+from ranks import make_config, run_ranks, unrewarded
 
-from molt_ray.experience import Experience, Segment, Turn, experiences_of
+from molt_ray.experience import Experience, Segment, Turn
 from molt_ray.handoff import Share
 from molt_ray.images import Image, PlacedImage
 
@@ -77,18 +77,7 @@ def segments() -> list[Experience]:
             images=placed,
             pixels=pixels,
         )
-        out += experiences_of(
-            [segment],
-            rollout_id=str(index),
-            group_id="g",
-            prompt_id=0,
-            reward=0.0,
-            score=0.0,
-            turn_rewards=[],
-            info={},
-            truncated=False,
-            aborted=False,
-        )
+        out += unrewarded([segment], str(index))
     return out
 
 

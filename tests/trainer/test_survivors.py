@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import make_config, run_ranks
+from ranks import make_config, run_ranks, unrewarded
 
 from molt_ray.capture.tree import TokenTree
-from molt_ray.experience import SURVIVORS, Experience, Pack, PackRef, experiences_of
+from molt_ray.experience import SURVIVORS, Experience, Pack, PackRef
 from molt_ray.handoff import Share
 
 V = 16
@@ -30,18 +30,7 @@ def rollouts() -> list[Experience]:
             turn.extend(ids, [-1.0] * len(ids), alive if sampling else None)
             tree.finish(turn, reply=None, finish_reason="length", versions=[0] * len(ids))
             tree.delivered(turn)
-        out += experiences_of(
-            tree.segments(),
-            rollout_id=str(index),
-            group_id="g",
-            prompt_id=0,
-            reward=0.0,
-            score=0.0,
-            turn_rewards=[],
-            info={},
-            truncated=False,
-            aborted=False,
-        )
+        out += unrewarded(tree.segments(), str(index))
     return travelled(out)
 
 

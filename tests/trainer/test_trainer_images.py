@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from pictures import picture
-from ranks import deal, largest_difference, make_config, parameters, run_ranks
+from ranks import deal, largest_difference, make_config, parameters, run_ranks, unrewarded
 
 from molt_ray.config import ConfigError
-from molt_ray.experience import Experience, Segment, Turn, experiences_of
+from molt_ray.experience import Experience, Segment, Turn
 from molt_ray.images import Image, PlacedImage
 
 SHOWN = [[], [1], [2, 3], [], [1, 1], [], []]  # images of each segment; ranks and microbatches without any among them
@@ -57,18 +57,7 @@ def make_seeing(folder: Path, seed: int = 0) -> tuple[list[Experience], list[flo
             images=placed,
             pixels=pixels,
         )
-        out += experiences_of(
-            [segment],
-            rollout_id=f"r{index}",
-            group_id=f"g{index // 2}",
-            prompt_id=index,
-            reward=0.0,
-            score=0.0,
-            turn_rewards=[],
-            info={},
-            truncated=False,
-            aborted=False,
-        )
+        out += unrewarded([segment], f"r{index}", f"g{index // 2}", index)
     return out, rng.normal(size=len(out)).tolist()
 
 
