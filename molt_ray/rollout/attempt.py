@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 from molt_ray.agents.api import Sampling
 from molt_ray.capture.tree import Break
@@ -78,6 +79,22 @@ class Outcome:
     info: dict[str, float] = field(default_factory=dict)
     truncated: bool = False
     breaks: dict[str, Break] = field(default_factory=dict)  # prefix breaks by reason
+
+
+class Rollout(Protocol):
+    """One try under way. It outlives the task of its `run`, so that one whose time is over can be asked what it came to."""
+
+    def resources(self) -> AbstractAsyncContextManager[Any]:
+        """What it holds beside its host; left before `outcome` is asked."""
+        ...
+
+    async def run(self) -> None:
+        """Plays it. Raises RolloutFailed, or AgentError with the user's traceback."""
+        ...
+
+    def outcome(self, *, timed_out: bool) -> Outcome:
+        """What it came to; with `timed_out`, that of a `run` that was cut off. Raises RolloutFailed."""
+        ...
 
 
 def last_user_text(messages: Messages) -> str:

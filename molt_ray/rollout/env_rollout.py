@@ -2,11 +2,13 @@
 
 Guarantees: prompts are the token tree's own, so that for the same messages an Env and a ChatAgent give the engine the same ids;
 rewards are kept per turn and summed; a rollout that outgrows data.max_len ends as truncated with the rewards it has, and one whose
-first prompt leaves no room for a reply fails.
+first prompt leaves no room for a reply fails. One that is cut off by its deadline has the turns that the Env answered: a turn without an
+answer earned nothing and does not train.
 """
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from functools import partial
 from typing import Any
@@ -32,23 +34,11 @@ from molt_ray.rollout.attempt import (
 from molt_ray.rollout.seen_messages import SeenMessages
 
 
-async def run_env(
-    attempt: Attempt, host: Host, *, config: Config, engine: Engine, template: HfTemplate, options: Any = None
-) -> Outcome:
-    """One rollout of the Env in `host`. Raises RolloutFailed, or AgentError with the user's traceback."""
-    async with opened(host):
-        rollout = EnvRollout(attempt, host, config, engine, template, options)
-        await rollout.reset()
-        while await rollout.turn():
-            pass
-        return rollout.outcome()
-
-
 class EnvRollout:
-    """The state of one rollout between its turns."""
+    """A Rollout (attempt.py) of the Env in `host`: its state between the turns."""
 
     def __init__(
-        self, attempt: Attempt, host: Host, config: Config, engine: Engine, template: HfTemplate, options: Any
+        self, attempt: Attempt, host: Host, *, config: Config, engine: Engine, template: HfTemplate, options: Any = None
     ) -> None:
         self.attempt = attempt
         self.host = host
@@ -73,6 +63,15 @@ class EnvRollout:
         self.info: dict[str, float] = {}
         self.score: float | None = None
         self.truncated = False
+
+    def resources(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    async def run(self) -> None:
+        async with opened(self.host):
+            await self.reset()
+            while await self.turn():
+                pass
 
     async def reset(self) -> None:
         """Lets the Env change the first observation (the prompt's last user message), the messages or anything of its own."""
@@ -178,7 +177,6 @@ class EnvRollout:
         content = generation.text if turn.sampling.get("stop") else decode(spoken, skip_special_tokens=True)
         reply = {"role": "assistant", "content": content}
         self.tree.finish(turn, reply=reply, finish_reason=generation.finish_reason, versions=generation.versions())
-        self.tree.delivered(turn)
         self.messages = [*self.messages, reply]
         state = {
             **self.kept,
@@ -193,7 +191,9 @@ class EnvRollout:
             "turn": len(self.turn_rewards),
             "remaining": remaining,
         }
-        return expect(Result, await self.host.call("step", state), "what step returned")
+        result = expect(Result, await self.host.call("step", state), "what step returned")
+        self.tree.delivered(turn)
+        return result
 
     def count(self, result: Result) -> None:
         """Takes the turn's reward, score and info. A turn without a reward counts 0; the last one must have one."""
@@ -219,15 +219,19 @@ class EnvRollout:
         except ImageError as e:
             raise RolloutFailed("agent_error", f"Result.images: {e}") from None
 
-    def outcome(self) -> Outcome:
+    def outcome(self, *, timed_out: bool) -> Outcome:
+        if timed_out and not self.turn_rewards:
+            raise RolloutFailed("timeout", "the Env had answered no turn")
         reward = sum(self.turn_rewards)
+        unanswered = len(self.tree.turns) - len(self.turn_rewards)  # 1 where the deadline cut a turn off, else 0
+        # Copies: user code that ignores its cancellation may still change what is here.
         return Outcome(
             segments=self.tree.segments(),
             reward=reward,
             score=reward if self.score is None else self.score,
-            turn_rewards=self.turn_rewards,
-            info=self.info,
-            truncated=self.truncated,
+            turn_rewards=[*self.turn_rewards, *[0.0] * unanswered],
+            info=dict(self.info),
+            truncated=self.truncated or timed_out,
             breaks=self.tree.breaks,
         )
 

@@ -1,8 +1,8 @@
 """Runs groups of rollouts: deadlines, retries, and what comes of them as light rows and packs. No Serve in here.
 
 Guarantees: a group ends whole, or failed with its reason; every failed try is reported, also one that a retry made good; each rollout has
-its own deadline, after which its agent is cancelled or killed and its model calls are aborted; whoever leaves `run_group` early
-ends all rollouts of the group.
+its own deadline, after which its agent is cancelled or killed and its model calls are aborted, and which ends it as failed or, with
+`rollout.partial_credit`, as truncated; whoever leaves `run_group` early ends all rollouts of the group.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from molt_ray.agents import deadline
 from molt_ray.agents.children import ChildPool
-from molt_ray.agents.hosts import AgentError, leased
+from molt_ray.agents.hosts import AgentError, Host, leased
 from molt_ray.agents.load import load_runner, options_of
 from molt_ray.agents.runners import StepEnvRunner
 from molt_ray.capture.template import HfTemplate
 from molt_ray.config import Config
 from molt_ray.engine.protocol import Engine
 from molt_ray.experience import MEDIA, Experience, Pack, PackRef, Row, experiences_of
-from molt_ray.rollout.attempt import Attempt, Outcome, RolloutFailed
-from molt_ray.rollout.chat_rollout import run_chat
-from molt_ray.rollout.env_rollout import run_env
+from molt_ray.rollout.attempt import Attempt, Outcome, Rollout, RolloutFailed
+from molt_ray.rollout.chat_rollout import ChatRollout
+from molt_ray.rollout.env_rollout import EnvRollout
 from molt_ray.rollout.messages import Failure, GroupTask, GroupUpdate
 
 if TYPE_CHECKING:
@@ -103,20 +103,31 @@ class RolloutWorker:
 
     async def attempt(self, attempt: Attempt) -> Outcome:
         """One try under its deadline. Raises RolloutFailed with the reason, whatever went wrong."""
+        settings = self.config.rollout
         try:
             async with leased(self.runner, self.children) as host:
-                common = {"config": self.config, "options": self.options}
-                if isinstance(self.runner, StepEnvRunner):
-                    run = run_env(attempt, host, engine=self.engine, template=self.template, **common)
-                else:
-                    run = run_chat(attempt, host, capture=self.capture, **common)
-                return await within(self.config.rollout.timeout_s, run)
+                rollout = self.form(attempt, host)
+                async with rollout.resources():
+                    in_time = await within(settings.timeout_s, rollout.run())
+                    if not (in_time or settings.partial_credit):
+                        raise RolloutFailed("timeout", f"not finished after {settings.timeout_s} s")
+            outcome = rollout.outcome(timed_out=not in_time)
+            if settings.partial_credit:  # of every rollout, so that the mean is their share
+                outcome.info["timed_out"] = float(not in_time)
+            return outcome
         except AgentError as e:
             raise RolloutFailed("agent_error", str(e)) from None
         except RolloutFailed:
             raise
         except Exception:
             raise RolloutFailed("engine_error", traceback.format_exc()) from None
+
+    def form(self, attempt: Attempt, host: Host) -> Rollout:
+        """The rollout of the agent's form."""
+        common = {"config": self.config, "options": self.options}
+        if isinstance(self.runner, StepEnvRunner):
+            return EnvRollout(attempt, host, engine=self.engine, template=self.template, **common)
+        return ChatRollout(attempt, host, capture=self.capture, **common)
 
 
 class GroupRun:
@@ -200,10 +211,9 @@ def pack_up(finished: list[Experience]) -> tuple[list[Row], list[Pack]]:
     return rows, [Pack.of(family, column) for family, column in payloads.items()]
 
 
-async def within(timeout_s: float, work: Coroutine[Any, Any, Outcome]) -> Outcome:
-    """`work` under a deadline. Cancelled user code that does not end is left behind rather than waited for.
-
-    Raises RolloutFailed (timeout) at the deadline; cancelling this cancels `work`.
+async def within(timeout_s: float, work: Coroutine[Any, Any, None]) -> bool:
+    """Whether `work` ended before its deadline, at which it is cancelled. Cancelled user code that does not end is left behind rather
+    than waited for. Raises what `work` raises; cancelling this cancels `work`.
     """
     task = asyncio.create_task(work)
     try:
@@ -213,10 +223,11 @@ async def within(timeout_s: float, work: Coroutine[Any, Any, Outcome]) -> Outcom
         raise
     if not done:
         await end_all({task}, CANCEL_S)
-        raise RolloutFailed("timeout", f"not finished after {timeout_s} s")
+        return False
     if task.cancelled():
         raise RolloutFailed("agent_error", "the agent cancelled its own task")
-    return task.result()
+    task.result()
+    return True
 
 
 async def end_all(tasks: set[asyncio.Task], patience_s: float) -> None:

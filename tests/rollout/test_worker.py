@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from scripted import HangingEngine, ScriptedEngine, run
 
+from molt_ray.algorithm.advantage import turn_credit
+from molt_ray.config import AdvantageConfig
 from molt_ray.engine.protocol import ContextTooLong
+from molt_ray.metrics import rollout_metrics
 from molt_ray.rollout import worker as worker_module
 from molt_ray.rollout.messages import GroupTask, GroupUpdate
 
@@ -297,12 +300,70 @@ async def test_one_failed_rollout_ends_the_others_of_its_group(make_worker, temp
     assert sorted(engine.cancelled) == ["g.1.0.0", "g.2.0.0", "g.3.0.0"]
 
 
-async def test_the_deadline_cancels_the_model_call(make_worker):
+@pytest.mark.parametrize("partial_credit", [False, True])
+async def test_the_deadline_cancels_the_model_call_and_without_a_turn_the_rollout_fails(make_worker, partial_credit):
     engine = HangingEngine()
-    answer = await run(make_worker(ONE_TURN, engine, rollout={"timeout_s": 0.1}), n=2)
+    limits = {"timeout_s": 0.1, "partial_credit": partial_credit}
+    answer = await run(make_worker(ONE_TURN, engine, rollout=limits), n=2)
     assert set(answer.reasons) == {"timeout"}
     assert answer.failed == "timeout"
     assert len(engine.cancelled) == len(engine.requests)
+
+
+HANGS_IN_TURN_1 = {
+    # what hangs: (body of step, kind, why turn 1 does not train)
+    "engine": ("", "async def", "aborted"),
+    "env": ("import asyncio\nif state['turn']:\n    await asyncio.sleep(600)\n", "async def", "undelivered"),
+    "process": ("import time\nwhile state['turn']:\n    time.sleep(60)\n", "def", "undelivered"),
+}
+
+
+@pytest.mark.parametrize(
+    ("hangs", "partial_credit"), [("engine", False), *((hangs, True) for hangs in HANGS_IN_TURN_1)]
+)
+async def test_at_the_deadline_finished_turns_count_or_fail(make_worker, says, template, hangs, partial_credit):
+    class Engine(HangingEngine):
+        async def generate(self, request, *, group_id):
+            turn = int(request.request_id.rsplit(".", 1)[1])
+            engine = super() if hangs == "engine" and turn else says("one" + END, "two" + END)
+            return await engine.generate(request, group_id=group_id)
+
+    body, kind, why = HANGS_IN_TURN_1[hangs]
+    answered = "return Result(0.25, terminated=False, observation='more', info={'seen': 3}, score=2)"
+    limits = {"timeout_s": 12.0 if kind == "def" else 2.0, "max_retries": 0, "partial_credit": partial_credit}
+    engine = Engine()
+    worker = make_worker(env(body + answered, kind=kind), engine, rollout=limits)
+    answer = await run(worker)
+    assert engine.cancelled == (["g.0.0.1"] if hangs == "engine" else [])
+    assert worker.children.free == []
+    if not partial_credit:
+        assert (answer.reasons, answer.failed, answer.rows) == (["timeout"], "timeout", [])
+        return
+    assert (answer.reasons, answer.failed) == ([], "")
+    [row] = answer.rows
+    assert (row.truncated, row.reward, row.score, row.turn_rewards) == (True, 0.25, 2.0, [0.25, 0.0])
+    assert row.info == {"seen": 3.0, "timed_out": 1.0}
+    assert [turn.not_trained for turn in row.turns] == ["", why]
+    tokens = answer.tokens()
+    assert template.decode(tokens["token_ids"][tokens["action_mask"]]) == "one" + END
+
+
+async def test_every_rollout_says_whether_its_time_was_over(make_worker, says):
+    """So that the metric, a mean over rollouts, is the share of those that did not end by themselves."""
+    source = "import asyncio\nN = []\n" + env(
+        """
+if state['turn'] == 1:
+    N.append(1)
+    if len(N) == 1:
+        await asyncio.sleep(600)
+return Result(1.0, terminated=state['turn'] == 1, observation='more')
+"""
+    )
+    limits = {"timeout_s": 3.0, "partial_credit": True}
+    answer = await run(make_worker(source, says("a" + END), rollout=limits), n=2)
+    assert rollout_metrics(answer.rows)["rollout/timed_out"] == 0.5
+    assert sorted((row.reward, row.truncated) for row in answer.rows) == [(1.0, True), (2.0, False)]
+    assert turn_credit(answer.rows, AdvantageConfig(estimator="turn_credit")).shape == (2, 2)
 
 
 async def test_an_agent_that_ignores_its_cancellation_is_left_behind(make_worker, says, monkeypatch):

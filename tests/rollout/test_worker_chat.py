@@ -36,6 +36,10 @@ client = openai.AsyncOpenAI(base_url=ctx.base_url, api_key=ctx.api_key, max_retr
 reply = await client.chat.completions.create(model=ctx.model_name, messages=ctx.messages)
 """
 MAX_LEN = 512  # of the endpoint
+LIMIT_S = {
+    "async def": 4.0,
+    "def": 15.0,
+}  # until a model call is cut off: a child process has to start and to import the SDK first
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -193,19 +197,50 @@ STREAMING = {
 }
 
 
-@pytest.mark.parametrize("kind", STREAMING)
-async def test_the_deadline_ends_the_agent_and_its_model_call(make, endpoint, kind):
+@pytest.mark.parametrize(("kind", "partial_credit"), [("async def", False), ("def", False), ("async def", True)])
+async def test_the_deadline_ends_the_agent_and_its_model_call(make, endpoint, kind, partial_credit):
     endpoint.stream.replies = ["a long reply of many tokens"]
     endpoint.stream.hold = asyncio.Event()  # never set: the call hangs after its first delta
-    worker, _ = make(chat(STREAMING[kind], kind), timeout_s=4.0)
+    worker, _ = make(chat(STREAMING[kind], kind), timeout_s=LIMIT_S[kind], partial_credit=partial_credit)
     answer = await run(worker)
-    assert answer.failed == "timeout"
+    assert answer.failed == "timeout"  # no call had finished that partial credit could count
     assert len(endpoint.stream.prompts) == 1
     for _ in range(200):
         if endpoint.stream.closed:
             return
         await asyncio.sleep(0.05)
     raise AssertionError("the model call was not ended in the engine")
+
+
+CUT_OFF = {
+    "async def": ASK
+    + "stream = await client.chat.completions.create(model=ctx.model_name, stream=True, messages=again)\n"
+    "async for _ in stream: pass",
+    "def": ASK.replace("Async", "").replace("await ", "")
+    + "for _ in client.chat.completions.create(model=ctx.model_name, stream=True, messages=again): pass",
+}
+AGAIN = "again = [*ctx.messages, dict(role='assistant', content='one'), dict(role='user', content='more')]"
+
+
+@pytest.mark.parametrize(("kind", "partial_credit"), [("async def", False), ("async def", True), ("def", True)])
+async def test_at_the_deadline_finished_calls_train_or_the_rollout_fails(make, endpoint, kind, partial_credit):
+    endpoint.stream.replies = ["one", "a long reply of many tokens"]
+    endpoint.stream.hold = asyncio.Event()  # never set: the second call, a stream, hangs after its first delta
+    worker, _ = make(
+        chat(f"{AGAIN}\n{CUT_OFF[kind].strip()}", kind), timeout_s=LIMIT_S[kind], partial_credit=partial_credit
+    )
+    answer = await run(worker)
+    assert len(endpoint.stream.prompts) == 2
+    assert worker.children.free == []
+    if not partial_credit:
+        assert (answer.reasons, answer.failed, answer.rows) == (["timeout"], "timeout", [])
+        return
+    [row] = answer.rows
+    assert (answer.reasons, row.reward, row.score, row.truncated) == ([], 0.0, 0.0, True)
+    assert row.info == {"timed_out": 1.0}
+    assert [turn.not_trained for turn in row.turns] == ["", "aborted"]
+    tokens = answer.tokens()
+    assert endpoint.tokenizer.decode(tokens["token_ids"][tokens["action_mask"]]) == "one<|im_end|>"
 
 
 async def test_a_rewritten_history_is_a_second_segment_of_the_same_rollout(make, endpoint):
