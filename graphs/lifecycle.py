@@ -14,6 +14,8 @@ import ray
 from molt_ray.config import Config, refuse
 from molt_ray.engine.roster import NAMESPACE, actor_name
 
+DEAD_DRIVER_S = 10.0  # for what a killed driver owned to go; on one machine it is a second
+
 
 class Timer:
     """Adds the seconds of a block to `into[name]`."""
@@ -71,9 +73,16 @@ def refuse_what_is_in_use(config: Config) -> None:
 
 
 def refuse_running_name(config: Config) -> None:
-    """Two runs of one name would sweep each other's applications. Raises ConfigError."""
-    try:
-        ray.get_actor(actor_name(config.run.name), namespace=NAMESPACE)
-    except ValueError:
-        return
-    refuse("run.name", config.run.name, "a run of this name goes on in the cluster; stop it, or give another name")
+    """Two runs of one name would sweep each other's applications. One whose driver has just died is waited for: Ray gives up what that
+    held within seconds. Raises ConfigError."""
+    deadline = time.monotonic() + DEAD_DRIVER_S
+    while True:
+        try:
+            ray.get_actor(actor_name(config.run.name), namespace=NAMESPACE)
+        except ValueError:
+            return
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    remedy = "a run of this name goes on in the cluster; stop it, or give another name. If its driver's machine has died, Ray notices within a minute"
+    refuse("run.name", config.run.name, remedy)

@@ -21,7 +21,7 @@ from molt_ray.config import Config
 from molt_ray.engine.fleet import Fleet
 from molt_ray.handles import hang_up
 from serve_apps import agents, capture
-from serve_apps.deploy import app_name, deploy, release, sweep, wait_running
+from serve_apps.deploy import app_name, deploy, release, sweep, sweep_leftovers, wait_running
 
 AgentForm = Literal["env", "chat"]
 
@@ -85,7 +85,7 @@ async def serving(
     async with AsyncExitStack() as stack:
         with Timer(startup, "serve"):
             serve.start()  # once, before the parts below race to do it
-            sweep(config.run.name)
+            sweep_leftovers(config.run.name)
         stack.callback(sweep, config.run.name)
         fleet = Fleet(config)
         stack.push_async_callback(fleet.stop)

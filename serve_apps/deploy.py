@@ -7,8 +7,10 @@ earlier run of the same name left behind is swept before anything starts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
+import ray
 from ray import serve
 from ray.serve import RunTarget
 from ray.serve.schema import ApplicationStatus
@@ -70,3 +72,15 @@ def sweep(run_name: str) -> None:
                 f"Serve applications {left} are still there {SWEEP_S:g} s after they were deleted; see `serve status`"
             )
         time.sleep(0.1)
+
+
+def sweep_leftovers(run_name: str) -> None:
+    """The same for what a run left behind whose driver was killed. Nobody waits for its answers, so its replicas are killed: an agent that
+    calls an engine which that run had paused would else be waited for, up to its deadline."""
+    release(run_name)
+    marks = tuple(f"SERVE_REPLICA::{app_name(run_name, part)}#" for part in PARTS)
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["name"].startswith(marks):
+            with contextlib.suppress(ValueError):  # it has ended by itself
+                ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+    sweep(run_name)

@@ -46,6 +46,8 @@ class PolicyEngine:
         self.gpu = gpu
         self.version = 0  # 0: the checkpoint's weights
         self.broken = ""
+        self.updating = False  # an update was begun and has not ended
+        self.steps = asyncio.Lock()  # of a refit: those of a trainer that died may still run when its successor's come
         self.clock = BusyClock()
         self.llm: AsyncLLM
 
@@ -219,23 +221,42 @@ class PolicyEngine:
     async def init_transfer(self, init_info: dict[str, Any], rank_offset: int) -> None:
         """Joins the trainer's transfer group with its workers' ranks from `rank_offset`; returns when all members have joined."""
         request = WeightTransferInitRequest(init_info=init_info | {"rank_offset": rank_offset})
-        await self.on_workers(self.llm.init_weight_transfer_engine(request))
+        async with self.steps:
+            await self.on_workers(self.llm.init_weight_transfer_engine(request))
 
     async def start_update(self) -> None:
-        await self.on_workers(self.llm.start_weight_update())
+        """Begins an update; one that its trainer did not live to finish is ended first, without a new version."""
+        async with self.steps:
+            if self.updating:
+                await self.end_update()
+            self.updating = True
+            await self.update_step(self.llm.start_weight_update())
 
     async def receive_update(self, update_info: dict[str, Any]) -> None:
-        """Receives the weights that the trainer broadcasts meanwhile. Raises EngineError when a worker could not load them."""
-        await self.on_workers(self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
-        failures = [failure for failure in await self.llm.collective_rpc("update_failure") if failure]
-        if failures:
-            await self.on_workers(self.llm.finish_weight_update())  # ends the update in vLLM; the version stays
-            raise EngineError(failures[0])
+        """Receives the weights that the trainer broadcasts meanwhile. Raises EngineError when a worker did not get, or could not load, them."""
+        async with self.steps:
+            await self.update_step(self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+            failures = [failure for failure in await self.llm.collective_rpc("update_failure") if failure]
+            if failures:
+                await self.end_update()
+                raise EngineError(failures[0])
 
     async def finish_update(self, version: int) -> None:
         """Puts the new weights into use; tokens sampled from now on carry `version`."""
-        await self.on_workers(self.llm.finish_weight_update(weight_version=str(version)))
-        self.version = version
+        async with self.steps:
+            await self.end_update(str(version))
+            self.version = version
+
+    async def end_update(self, version: str | None = None) -> None:
+        await self.on_workers(self.llm.finish_weight_update(weight_version=version))
+        self.updating = False
+
+    async def update_step(self, step: Awaitable[None]) -> None:
+        try:
+            await self.on_workers(step)
+        except Exception:
+            self.updating = False  # vLLM itself ends an update of which this step raises
+            raise
 
     async def on_workers(self, step: Awaitable[None]) -> None:
         """Awaits a step that all workers take. One that raises leaves a tensor-parallel engine broken: its executor then takes the

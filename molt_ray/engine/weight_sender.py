@@ -126,7 +126,10 @@ class WeightSender:
             answer(client.actor.publish.remote(version, list(client.roster.members)))
         except Exception as e:
             self.close()
-            raise RefitFailed(f"refit to version {version} failed, engines stay paused: {type(e).__name__}: {e}") from e
+            cause = e.with_traceback(None)  # its frames would keep the group open, and the engines waiting in it
+            raise RefitFailed(
+                f"refit to version {version} failed, engines stay paused: {type(e).__name__}: {e}"
+            ) from cause
         finally:
             self.source.exhaust()
         steps = {name: s for name, s in client.seconds.items() if name != "init_transfer"}

@@ -2,8 +2,9 @@
 
 Guarantees: the trainer is rank 0 of a private process group, the engines' workers are the rest, and torch's default group is not
 touched on either side; every parameter of the engine is loaded by an update and every tensor that was sent is used, or the update
-fails naming the parameter; no wait outlasts the deadline. Importing the module registers the backend, so that a worker needs
-nothing but an importable package: the engine argument `worker_extension_cls` names `WorkerExtension`.
+fails naming the parameter; no wait outlasts the deadline, and when one end dies, or leaves the group, all others stop waiting at once. Importing
+the module registers the backend, so that a worker needs nothing but an importable package: the engine argument `worker_extension_cls` names
+`WorkerExtension`.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     group: ProcessGroupGloo | None = None
     store: TCPStore | None = None
     count: LoadCount | None = None
-    failure = ""  # of the last update
+    failure = ""  # of the last update, which is not to be put into use then
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         self.shutdown()
@@ -148,13 +149,14 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def start_weight_update(self) -> None:
         end_broken_reload(self.model, self.model_config)
+        self.failure = "the update was begun and brought no weights"
         self.count = LoadCount(self.model, tied=self.model_config.hf_text_config.tie_word_embeddings)
         initialize_layerwise_reload(self.model)
         self.kernels = reset_moe_kernels(self.model)
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Receives all buckets of an update. A load that fails is noted in `failure`, not raised: the sender must not be left waiting,
-        and vLLM's multi-process executor, when a worker raises, takes the others' answers for those of the next call."""
+        """Receives all buckets of an update. What fails is noted in `failure`, not raised: the sender must not be left waiting over a load, and
+        vLLM's multi-process executor, when a worker raises, takes the others' answers for those of the next call."""
         if self.group is None or self.count is None:
             raise RuntimeError("weights cannot be received before init_transfer_engine and start_weight_update")
         metas = [
@@ -164,17 +166,23 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self.failure = ""
         for bucket in buckets(metas, update_info.bucket_bytes):
             data = empty_bucket(bucket)  # a new one each time: the reload keeps views until a layer is complete
-            broadcast(self.group, data)
+            if not self.note(broadcast, self.group, data):
+                # Gloo sends along a tree: of five members, one that waits for the next wakes only when that has left (measured).
+                self.shutdown()
+                return
             if not self.failure:
                 self.note(self.count.load, tensors_of(bucket, data))
         if not self.failure:
             self.note(check_complete, self.model, self.count)
 
-    def note(self, step: Callable[..., None], *arguments: Any) -> None:
+    def note(self, step: Callable[..., None], *arguments: Any) -> bool:
+        """Takes a step; whether it succeeded. The first failure is kept."""
         try:
             step(*arguments)
         except Exception as e:
-            self.failure = f"{type(e).__name__}: {e}"
+            self.failure = self.failure or f"{type(e).__name__}: {e}"
+            return False
+        return True
 
     def finish_weight_update(self) -> None:
         """Puts the weights into use, or after a failure ends the update without."""
@@ -187,6 +195,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self.count = None
 
     def shutdown(self) -> None:
+        """Leaves the group: without a reference to it its connections close, which its `abort` and `shutdown` do not do (torch 2.13)."""
         self.group = self.store = None
 
 

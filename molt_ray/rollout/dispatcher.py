@@ -47,6 +47,7 @@ class Dispatcher:
         self.sampled: list[tuple[float, bool]] = []  # mean score of each group that finished, and whether it was kept
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._said: dict[str, str] = {}  # what the first failure of each reason came to, in a line
         self._failed_in_a_row: deque[str] = deque(maxlen=config.run.fail_limit)  # prompts that count as failed
         self._broken: RolloutError | None = None
         self._closed = False
@@ -184,8 +185,9 @@ class Dispatcher:
     def _count(self, failures: list[Failure]) -> None:
         """Counts reasons, and prints the first of each in full: thousands of the same say no more."""
         for failure in failures:
-            if not self.failures[failure.reason]:
+            if failure.reason not in self._said:
                 print(f"rollout {failure.rollout_id} failed ({failure.reason}):\n{failure.detail}", flush=True)
+                self._said[failure.reason] = last_line(failure.detail)
             self.failures[failure.reason] += 1
 
     def _count_breaks(self, breaks: dict[str, tuple[int, str]]) -> None:
@@ -195,8 +197,14 @@ class Dispatcher:
             self.breaks[reason] += count
 
     def _why(self) -> str:
-        counts = ", ".join(f"{reason} {n}" for reason, n in Counter(self._failed_in_a_row).most_common())
+        counts = Counter(self._failed_in_a_row).most_common()
+        reasons = "; ".join(f"{reason} {n}, at first {self._said.get(reason, '')}" for reason, n in counts)
         return (
-            f"{len(self._failed_in_a_row)} groups failed in a row and none finished ({counts}); the first failure of each kind is "
-            f"printed above. Mend the agent or the engine, or raise --run.fail_limit"
+            f"{len(self._failed_in_a_row)} groups failed in a row and none finished ({reasons}). The first failure of each kind is "
+            f"printed above in full. Mend the agent or the engine, or raise --run.fail_limit"
         )
+
+
+def last_line(detail: str) -> str:
+    """Of a traceback the error itself, of at most 300 characters."""
+    return (detail.strip().splitlines() or [""])[-1][:300]

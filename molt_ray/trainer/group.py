@@ -8,6 +8,7 @@ use (FSDP cannot heal one rank): shut it down, start it again and load the newes
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -104,6 +105,7 @@ class RankGroup:
 
     async def gather(self, what: str, refs: list[ray.ObjectRef], timeout_s: float) -> list[Any]:
         """The answers by rank. Raises TrainerError on the first failure or at the deadline."""
+        started = time.monotonic()
         tasks = [asyncio.ensure_future(as_coroutine(ref)) for ref in refs]
         try:
             done, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
@@ -111,8 +113,10 @@ class RankGroup:
             if failed or pending:
                 self.saving = False  # what the ranks cannot finish together any more
             if failed:
+                given_up = time.monotonic() - started >= self.config.fsdp.timeout_s
                 await asyncio.wait(tasks, timeout=GRACE_S)
-                raise self.failure(what, {r: e for r, t in enumerate(tasks) if t.done() and (e := t.exception())})
+                errors = {r: e for r, t in enumerate(tasks) if t.done() and (e := t.exception())}
+                raise self.failure(what, errors, [r for r, t in enumerate(tasks) if given_up and not t.done()])
             if pending:
                 late = [self.name(rank) for rank, task in enumerate(tasks) if task in pending]
                 raise RankLost(f"{what}: no answer from {', '.join(late)} within {timeout_s:.0f} s")
@@ -121,9 +125,13 @@ class RankGroup:
             for task in tasks:
                 task.cancel()  # no more than a word to those that are done
 
-    def failure(self, what: str, errors: dict[int, BaseException]) -> RunError:
-        """The error to show of several: a death, if there is one, because it made the other ranks fail in their collectives."""
+    def failure(self, what: str, errors: dict[int, BaseException], silent: Collection[int] = ()) -> RunError:
+        """The error to show of several: a death, if there is one, because it made the other ranks fail in their collectives; or else the silence of
+        ranks for which the others waited as long as a collective may take."""
         rank, cause = min(errors.items(), key=lambda item: not isinstance(item[1], ray.exceptions.RayActorError))
+        if silent and not isinstance(cause, ray.exceptions.RayActorError):
+            names = ", ".join(self.name(rank) for rank in silent)
+            return RankLost(f"{what}: no answer from {names}, and {self.name(rank)} gave up waiting: {cause}")
         if isinstance(cause, LostPayload):
             return LostPayload(cause.groups)
         if isinstance(cause, RefitFailed):  # of the engines: the ranks are as they were

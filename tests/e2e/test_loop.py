@@ -312,7 +312,7 @@ def test_a_stopped_job_leaves_nothing_in_the_cluster(models: dict[str, Path], tm
     """`ray job stop` sends SIGTERM and, three seconds later, SIGKILL."""
     flags = flags_of(models["last_digit"], tmp_path / "stopped", train__max_steps=1000, train__num_episodes=50)
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    process = subprocess.Popen([sys.executable, HERE / "stopped_run.py", *flags], env=environment)
+    process = subprocess.Popen([sys.executable, HERE / "stopped_run.py", "never", *flags], env=environment)
     metrics = tmp_path / "stopped/metrics.jsonl"
     try:
         for _ in range(240):
@@ -335,11 +335,11 @@ def test_a_stopped_job_leaves_nothing_in_the_cluster(models: dict[str, Path], tm
     raise AssertionError((serve.status().applications, names))
 
 
-@pytest.mark.parametrize("moment", ["train", "refit", "save"])
+@pytest.mark.parametrize("moment", ["train", "save"])  # for a refit see test_faults.py
 def test_a_killed_rank_is_replaced_and_the_run_goes_on(
     moment: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """kill -9 of a rank while it trains, sends weights or saves: the last checkpoint is loaded, the engines get its weights under a new
+    """kill -9 of a rank while it trains or saves: the last checkpoint is loaded, the engines get its weights under a new
     version, every prompt has one outcome, and each recorded token is one of the weights that its version had."""
     config = configure(models["last_digit"], tmp_path / f"healed-{moment}", train__max_steps=4)
     killed: list[int] = []

@@ -80,7 +80,7 @@ async def test_prompts_that_only_fail_end_the_run_with_the_reasons(streams):
     said = dict(failures=[Failure("r", "agent_error", "boom")], finished=True, failed="agent_error")
     streams(lambda task, number: [GroupUpdate(task.group_id, **said)])
     d = make(config_of(), prompts=200)
-    with pytest.raises(RolloutError, match="agent_error 8"):
+    with pytest.raises(RolloutError, match="agent_error 8, at first boom"):
         await asyncio.wait_for(d.batch(0), 20)
     assert d.pool.outcomes["failed/agent_error"] >= 8 and not d.pool.retries  # the worker had tried again by itself
 

@@ -190,6 +190,15 @@ async def test_what_fails_says_why(make, endpoint, case):
     assert why in answer.failures[0].detail
 
 
+async def test_an_engine_that_fails_is_the_agent_s_error_in_the_engine_s_words(make, endpoint):
+    endpoint.stream.replies, endpoint.stream.fails = ["fine"], RuntimeError("no memory is left on the device")
+    worker, _ = make(chat(ASK))
+    answer = await run(worker)
+    assert (answer.reasons, answer.rows) == (["agent_error"], [])
+    assert "InternalServerError" in answer.failures[0].detail
+    assert "no memory is left on the device" in answer.failures[0].detail
+
+
 STREAMING = {
     "async def": ASK.replace("ctx.messages)", "ctx.messages, stream=True)") + "async for _ in reply: pass",
     "def": ASK.replace("ctx.messages)", "ctx.messages, stream=True)").replace("Async", "").replace("await ", "")
