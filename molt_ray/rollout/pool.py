@@ -3,7 +3,8 @@
 A pure state machine, without clocks, actors or payloads. What always holds:
 
 1. One outcome per prompt and epoch (trained, filtered, or failed with its reason), however often it was retried.
-2. A batch holds finished, whole groups only, the oldest first.
+2. A batch holds finished, whole groups only, the oldest first, in the order of their dispatch, not of their ends: a run of the same
+   seed trains the same rows in the same order.
 3. A group dispatched at version d is trained at a version of at most d + max_staleness: a batch is released only if all
    groups left behind can still be trained in time (earliest deadline first, `groups_per_batch` a version).
 4. Groups in flight, finished or in training never exceed (max_staleness + 1) * groups_per_batch slots. A slot is free again
@@ -36,6 +37,7 @@ class Group:
     key: PromptKey
     version: int  # published when it was dispatched: no token of it is older
     attempt: int  # how often this prompt was dispatched before, in this epoch
+    number: int = 0  # of groups that this pool dispatched before it
     failures: int = 0  # how many of those attempts failed; the others were aborted at the staleness bound
     sealed: bytes = b""
     refs: list[Any] = field(default_factory=list)  # object references of its packs, owned by the driver
@@ -73,6 +75,7 @@ class GroupPool:
         self.training: dict[str, Group] = {}
         self.outcomes: Counter[str] = Counter()  # trained, filtered/<reason>, failed/<reason>
         self.retries: Counter[str] = Counter()  # by reason
+        self._dispatched = 0
         self._again: deque[Group] = deque()  # whose prompts are rolled out again
         self._flying: Counter[int] = Counter()  # groups in flight by the version of their dispatch
         self._waiting: Counter[int] = Counter()  # finished groups likewise
@@ -101,7 +104,8 @@ class GroupPool:
                 attempt, failures = 0, 0
             else:
                 break
-            group = Group(f"{key}-a{attempt}", key, self.version, attempt, failures)
+            group = Group(f"{key}-a{attempt}", key, self.version, attempt, self._dispatched, failures)
+            self._dispatched += 1
             self.in_flight[group.group_id] = group
             self._flying[group.version] += 1
             started.append(group)
@@ -146,7 +150,7 @@ class GroupPool:
         """The groups to train at `version`, oldest first. Raises when `batch_ready` does not hold."""
         if not self.batch_ready(version):
             raise RuntimeError(f"no batch is ready for version {version}: {self.describe()}")
-        batch = sorted(self.ready.values(), key=lambda g: g.version)[: self.groups_per_batch]
+        batch = sorted(self.ready.values(), key=lambda g: (g.version, g.number))[: self.groups_per_batch]
         for group in batch:
             self.training[group.group_id] = self._taken(group.group_id)
         return batch

@@ -40,6 +40,14 @@ def test_a_slow_group_below_the_bound_blocks_nobody():
     assert slow.group_id not in {g.group_id for g in pool.take_batch(0)}
 
 
+def test_a_batch_has_the_order_of_dispatch_whatever_ended_first():
+    pool = make_pool(20, batch=4, staleness=0)
+    groups = pool.dispatch()
+    for group in (groups[2], groups[0], groups[3], groups[1]):
+        pool.finished(group.group_id, [row(group.group_id)])
+    assert [g.group_id for g in pool.take_batch(0)] == [g.group_id for g in groups]
+
+
 def test_a_group_at_the_bound_holds_the_batch_and_can_be_aborted():
     pool = make_pool(20, batch=2, staleness=0)
     first, second = pool.dispatch()
