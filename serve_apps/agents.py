@@ -80,7 +80,7 @@ def app(config: Config) -> serve.Application:
         # Where more workers can come, groups over twice the target wait for one; else every group may start at once.
         max_ongoing_requests=2 * target if scales else 100_000,
         health_check_period_s=HEALTH_S,
-        max_constructor_retry_count=1,  # an agent file that does not import now will not later
+        max_constructor_retry_count=3,  # a process may be killed as it starts; whether the agent imports, the driver has seen
         graceful_shutdown_timeout_s=config.rollout.timeout_s * (1 + config.rollout.max_retries),
         logging_config={"enable_access_log": False},
         ray_actor_options={"num_cpus": AGENT_WORKER_CPUS},

@@ -185,7 +185,7 @@ def app(config: Config) -> serve.Application:
         max_ongoing_requests=100_000,  # a session is one call, and waits for nothing of Serve's
         graceful_shutdown_timeout_s=config.rollout.timeout_s * (1 + config.rollout.max_retries),
         health_check_timeout_s=60,
-        max_constructor_retry_count=1,
+        max_constructor_retry_count=3,
         logging_config={"enable_access_log": False},
         ray_actor_options={"num_cpus": CAPTURE_CPUS, "runtime_env": with_variables(variables)},
     ).bind(config, secrets.token_bytes(32))

@@ -60,6 +60,7 @@ class Watch:
     kills: list[Kill] = field(default_factory=list)
     memory: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     lives: int = 0  # of the driver
+    began_life: float = 0.0  # the last of them
     ended: list[str] = field(default_factory=list)  # by itself, and how
 
     def sample(self) -> None:
@@ -104,7 +105,15 @@ def command(model: Path, folder: Path) -> list[str]:
     return [sys.executable, "jobs/train.py", "--recipe", "jobs/recipes/last_digit_chat.yaml", *words]
 
 
-def soak(job: list[str], minutes: float, every_s: float, sample_s: float, seed: int, watch: Watch) -> None:
+def under_way(folder: Path, since: float) -> bool:
+    """Whether a step was finished since then. A kill before that ends the job with its reason, as it should."""
+    metrics = folder / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_mtime > since
+
+
+def soak(
+    job: list[str], folder: Path, minutes: float, every_s: float, sample_s: float, seed: int, watch: Watch
+) -> None:
     """Runs the job until the time is over, then stops it as `ray job stop` does."""
     chance = random.Random(seed)
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
@@ -116,10 +125,11 @@ def soak(job: list[str], minutes: float, every_s: float, sample_s: float, seed: 
             if driver is not None and driver.returncode != -signal.SIGKILL:
                 watch.ended.append(f"with status {driver.returncode} after {time.time() - watch.began:.0f} s")
             driver, watch.lives = subprocess.Popen(job, cwd=ROOT, env=environment), watch.lives + 1
+            watch.began_life = time.time()
         if time.time() >= next_sample:
             watch.sample()
             next_sample = time.time() + sample_s
-        if time.time() >= next_kill:
+        if time.time() >= next_kill and under_way(folder, watch.began_life):
             watch.kill(chance)
             next_kill = time.time() + chance.expovariate(1 / every_s)
         time.sleep(0.5)
@@ -235,7 +245,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
         folder = Path(scratch) / "run"
         job = command(make_last_digit(Path(scratch) / "model"), folder)
-        soak(job, options.minutes, options.every_s, options.sample_s, options.seed, watch)
+        soak(job, folder, options.minutes, options.every_s, options.sample_s, options.seed, watch)
         table, faults = report(folder, watch), broken(folder, watch, bound=1)
     print(table, *faults, sep="\n")
     if options.out:
