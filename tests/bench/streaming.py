@@ -1,6 +1,6 @@
 """Streaming against strictly synchronous training on the same work with slow tools, and against the bound that the hardware sets.
 
-    python -m tests.bench.streaming [--steps 40] [--staleness 3] [--median-s 0.5]
+    python -m tests.bench.streaming [--steps 40] [--staleness 3] [--median-s 1.0]
 
 Real parts: the tiny model, one engine pinned to core 0, one trainer rank pinned to core 1. The agent sleeps in its tools, log-normally, for most of a
 rollout's time (`slept`). Three runs: strictly synchronous; rollouts alone with as many slots as the streaming run has; streaming. The bound of a step is the larger of
@@ -33,6 +33,7 @@ from tests.bench.processes import pin
 
 ROOT = Path(__file__).parent.parent.parent
 SAMPLES = 4  # rollouts of a group
+SYNCHRONOUS_STEPS = 8  # each waits for its slowest call
 
 
 @dataclass(slots=True)
@@ -121,7 +122,7 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=3, help="of the streaming run")
     parser.add_argument("--batch", type=int, default=64, help="rollouts")
     parser.add_argument("--new-tokens", type=int, default=24, help="of a turn, at most; a rollout has three")
-    parser.add_argument("--median-s", type=float, default=0.5, help="of a tool call")
+    parser.add_argument("--median-s", type=float, default=1.0, help="of a tool call")
     options = parser.parse_args()
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     with tempfile.TemporaryDirectory(prefix="streaming-") as scratch:
@@ -130,7 +131,8 @@ def main() -> None:
         prompts = [json.dumps({"input": f"town {i}", "label": str(i)}) for i in range(options.steps * options.batch)]
         (model / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
         k = options.staleness
-        synchronous = measure(configure(model, folder / "synchronous", options, 0), warm=3)
+        few = {"train__max_steps": SYNCHRONOUS_STEPS}
+        synchronous = measure(configure(model, folder / "synchronous", options, 0, **few), warm=2)
         alone = measure(configure(model, folder / "rollouts-alone", options, k), warm=k + 3, rollouts_alone=True)
         streaming = measure(configure(model, folder / "streaming", options, k), warm=k + 3)
     serve.shutdown()
