@@ -272,6 +272,7 @@ class Loop:
         values = {
             **rollout_metrics(step.rows),
             **self.dispatcher.sampled_metrics(),
+            **self.dispatcher.load_metrics(),
             **{f"train/{name}": value for name, value in trained.items()},
             **{f"timing/{name}": seconds for name, seconds in step.seconds.items()},
             **{f"{family}/{name}": count for family, counter in counts.items() for name, count in counter.items()},
@@ -384,7 +385,7 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
         starts = {name: group.start for name, group in ranks.items()}
         up = await stack.enter_async_context(serving(config, form, startup, let_go=dispatcher.close, beside=starts))
         stack.push_async_callback(dispatcher.close)
-        dispatcher.workers = up.workers
+        dispatcher.start(up.workers, up.fleet.loads)
         log = MetricsLog(Path(config.run.dir), config.run.name, step_limit(config, len(prompts)))
         stack.callback(conclude, log, startup)
         evaluator = Evaluator(config, held_out, up.workers) if held_out else None

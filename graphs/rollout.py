@@ -35,7 +35,7 @@ async def rollout(config: Config, form: AgentForm, startup: dict[str, float]) ->
         prompts = read_prompts(config.data)
     dispatcher = Dispatcher(config, make_pool(config, prompts), prompts, keep)
     async with serving(config, form, startup, let_go=dispatcher.close) as up:
-        dispatcher.workers = up.workers
+        dispatcher.start(up.workers, up.fleet.loads)
         limit = step_limit(config, len(prompts))
         log = MetricsLog(Path(config.run.dir), config.run.name, limit)
         try:
@@ -64,6 +64,7 @@ async def batches(config: Config, dispatcher: Dispatcher, log: MetricsLog, limit
         values = {
             **rollout_metrics(rows),
             **dispatcher.sampled_metrics(),
+            **dispatcher.load_metrics(),
             **{f"prompts/{name}": count for name, count in dispatcher.pool.outcomes.items()},
             **{f"rollout/failed/{name}": count for name, count in dispatcher.failures.items()},
             "timing/step_total": seconds,

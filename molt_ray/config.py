@@ -7,33 +7,11 @@ here its name holds (docs/flags.md lists each). Batch sizes count rollouts.
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-# `--vllm.extra '{"key": value}'` on the command line, a mapping in a recipe.
-JsonDict = Annotated[
-    dict[str, Any],
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=lambda words: json.loads(words[0]),
-        is_instance=lambda value: isinstance(value, dict),
-        str_from_instance=lambda value: [json.dumps(value)],
-    ),
-]
-
-
-class ConfigError(ValueError):
-    """An option that cannot be honoured; the message names it and says what to do instead."""
-
-
-class Section(BaseModel):
-    """A group of options. Unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+from molt_ray.section import ConfigError, JsonDict, Section
 
 
 class AdamConfig(Section):
@@ -168,7 +146,7 @@ class CkptConfig(Section):
 class DataConfig(Section):
     prompt_dataset: str = ""
     """A .jsonl, .parquet or .csv file (or folder of Parquet files), one prompt a row; this or data.tasks."""
-    tasks: JsonDict = {}
+    tasks: JsonDict = Field(default_factory=dict)
     """Prompts made by families of reasoning-gym: name to options of the family, and its `weight` in the mixture (docs/tasks.md)."""
     task_size: int = Field(default=2000, ge=1)
     """Prompts that data.tasks makes, no two alike."""
@@ -286,7 +264,7 @@ class VllmConfig(Section):
     """Deadline of one refit, seconds."""
     start_timeout_s: float = Field(default=900.0, gt=0)
     """Deadline for all engines to be up, seconds."""
-    extra: JsonDict = {}
+    extra: JsonDict = Field(default_factory=dict)
     """Any other vLLM engine argument, by its AsyncEngineArgs name, as JSON or YAML."""
 
 
@@ -337,6 +315,8 @@ class RolloutConfig(Section):
     """Agent workers at most; Serve scales between the two on groups in progress. None: num_runners."""
     groups_per_runner: int = Field(default=16, ge=1)
     """Groups in progress for which one worker is meant: the autoscaling target."""
+    adapt_concurrency: bool = True
+    """Fewer groups in flight while engines preempt, or requests wait for a full KV cache; as many as the slots allow while there is room."""
     blocking_processes: int = Field(default=16, ge=1)
     """Child processes per worker for blocking agents, each running one rollout at a time."""
     timeout_s: float = Field(default=1800.0, gt=0)
@@ -356,7 +336,7 @@ class RolloutConfig(Section):
 class TrainConfig(Section):
     agent_path: str = ""
     """Python file that exports AgentRunner (required)."""
-    agent_options: JsonDict = {}
+    agent_options: JsonDict = Field(default_factory=dict)
     """The agent's own options, by the fields of its AgentRunner.options_class."""
     batch_size: int | None = Field(default=None, ge=1)
     """Rollouts per optimizer step. None: the whole rollout batch in one step."""
@@ -387,7 +367,7 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     dataset: str = ""
     """Held-out prompts, a file like data.prompt_dataset and with its columns. Empty: no evaluation."""
-    datasets: JsonDict = {}
+    datasets: JsonDict = Field(default_factory=dict)
     """Several files of held-out prompts instead, by a name that their scores carry: eval/NAME/pass1 beside eval/pass1 over all."""
     task_size: int = Field(default=0, ge=0)
     """Held-out prompts that data.tasks makes beside those of the training, none of which they repeat. 0: no evaluation."""

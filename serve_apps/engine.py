@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from molt_ray.engine.policy_engine import Outcome, PolicyEngine
-    from molt_ray.engine.protocol import GenerateRequest
+    from molt_ray.engine.protocol import EngineLoad, GenerateRequest
     from molt_ray.images import Image, ImageTokens
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
@@ -99,6 +99,10 @@ class EngineReplica:
         """Its id, and the seconds in which it had work."""
         return self.replica_id, self.engine.clock.seconds()
 
+    async def load(self) -> tuple[str, EngineLoad]:
+        """Its id, and what it has before it."""
+        return self.replica_id, self.engine.load()
+
     async def call(self, method: str, shared: dict[str, Any], own: dict[str, dict[str, Any]]) -> tuple[str, Any]:
         """Does `method(**shared, **own[its id])`; answers (its id, the version that it holds then, or what went wrong)."""
         try:
@@ -123,7 +127,10 @@ class EngineReplica:
     # ---- for Serve ----
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        return self.engine.load() if self.engine is not None else {}
+        if self.engine is None:
+            return {}
+        load = self.engine.load()
+        return {scaling.WAITING: load.waiting, scaling.KV_USE: load.kv_use}
 
     async def check_health(self) -> None:
         await self.engine.health()

@@ -68,6 +68,13 @@ class Placement:
         return (self.parent.context_ids() if self.parent else []) + self.added
 
     @property
+    def repeated(self) -> tuple[int, int] | None:
+        """How many ids of the prompt an earlier turn left with the engine, and the policy version that it ended under; None for a first turn."""
+        if self.parent is None or not self.parent.versions:
+            return None
+        return self.parent.context_length(), self.parent.versions[-1]
+
+    @property
     def prompt_images(self) -> list[PlacedImage]:
         """The images of the whole prompt, in the order of their places in it."""
         return (self.parent.context_images() if self.parent else []) + self.own_images()

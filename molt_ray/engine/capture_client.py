@@ -176,7 +176,7 @@ FORWARDED = ("priority", "reasoning_ended", "reasoning_parser_kwargs")
 
 
 def bare(prompt: Any, placement: Placement) -> dict[str, Any]:
-    """The engine prompt without what only this process needs; images by their digests."""
-    ids = {"type": "token", "prompt_token_ids": prompt["prompt_token_ids"]}
+    """The engine prompt without what only this process needs; images by their digests; how much of it an earlier turn left in the cache."""
+    ids = {"type": "token", "prompt_token_ids": prompt["prompt_token_ids"], "repeated": placement.repeated}
     images = placement.prompt_images
     return ids | {"images": images} if images else ids

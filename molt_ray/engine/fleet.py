@@ -18,7 +18,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from molt_ray.config import Config
 from molt_ray.engine.arguments import check_engine_arguments, sync_backend
-from molt_ray.engine.protocol import DEPLOYMENT
+from molt_ray.engine.protocol import DEPLOYMENT, EngineLoad
 from molt_ray.engine.roster import NAMESPACE, RefitFailed, Roster, RosterActor, actor_name, check_answers, collect
 from molt_ray.errors import RunError
 from molt_ray.handles import hang_up
@@ -218,6 +218,19 @@ class Fleet:
         self.busy |= (heard := dict(result for result in results if not isinstance(result, Exception)))
         self.answered = len(heard)
         return list(heard)
+
+    async def loads(self) -> dict[str, EngineLoad]:
+        """What each engine that Serve reaches has before it, by id; none when they do not answer. May be asked at any time, beside what
+        else is under way."""
+        if self.handle is None:
+            return {}
+        try:
+            results = await asyncio.wait_for(
+                self.handle.broadcast("load").results_async(return_exceptions=True), ACTOR_S
+            )
+        except (TimeoutError, DeploymentUnavailableError):
+            return {}
+        return dict(result for result in results if not isinstance(result, Exception))
 
 
 def alive(actor: str) -> bool:

@@ -27,8 +27,14 @@ from molt_ray.engine.arguments import engine_arguments, kv_cache_bytes
 from molt_ray.engine.busy import BusyClock
 from molt_ray.engine.image_store import ImageStore
 from molt_ray.engine.load import SchedulerLoad
-from molt_ray.engine.protocol import MESSAGE_TOKENS, ContextTooLong, EngineError, GenerateRequest, Generation
-from molt_ray.engine.scaling import KV_USE, WAITING
+from molt_ray.engine.protocol import (
+    MESSAGE_TOKENS,
+    ContextTooLong,
+    EngineError,
+    EngineLoad,
+    GenerateRequest,
+    Generation,
+)
 from molt_ray.engine.survivors import Listed, flat_survivors
 from molt_ray.images import Image, ImageTokens
 
@@ -72,10 +78,31 @@ class PolicyEngine:
         self.scheduler = SchedulerLoad(vllm_config, engine_index)
         return self.scheduler
 
-    def load(self) -> dict[str, float]:
-        """What the number of engines is decided by. An engine without requests has none waiting, whatever its last step said."""
-        busy = self.llm.get_num_unfinished_requests() > 0
-        return {WAITING: self.scheduler.waiting if busy else 0.0, KV_USE: self.scheduler.kv_use if busy else 0.0}
+    def load(self) -> EngineLoad:
+        """An engine without requests has none waiting, whatever its last step said."""
+        busy, scheduler = self.llm.get_num_unfinished_requests() > 0, self.scheduler
+        return EngineLoad(
+            version=self.version,
+            paused=self.clock.paused,
+            running=scheduler.running if busy else 0,
+            waiting=scheduler.waiting if busy else 0,
+            kv_use=scheduler.kv_use if busy else 0.0,
+            steps=scheduler.steps,
+            kv_use_sum=scheduler.kv_use_sum,
+            queued_steps=scheduler.queued_steps,
+            preemptions=scheduler.preemptions,
+            repeated_tokens=scheduler.repeated_tokens,
+            kept_tokens=scheduler.kept_tokens,
+        )
+
+    def count_repeated(self, repeated: tuple[int, int] | None, output: RequestOutput) -> None:
+        """Counts what an earlier turn had left in the cache of a prompt, and what of it is still there. A refit since has dropped all, which
+        says nothing of the cache's size."""
+        if repeated is None or repeated[1] != self.version or not self.config.vllm.enable_prefix_caching:
+            return
+        block = self.llm.vllm_config.cache_config.block_size
+        whole = (repeated[0] - 1) // block * block  # the last sampled id was never computed
+        self.scheduler.count_repeated(whole, output.num_cached_tokens or 0)
 
     def shutdown(self) -> None:
         self.llm.shutdown()
@@ -133,6 +160,7 @@ class PolicyEngine:
             raise EngineError(f"request {request.request_id}: {type(e).__name__}: {e}") from e
         if output is None:
             raise EngineError(f"request {request.request_id}: vLLM ended it without an output")
+        self.count_repeated(request.repeated, output)
         return generation_of(output, self.vocabulary if params.logprobs else 0)
 
     async def outcome(self, request: GenerateRequest) -> Outcome:
@@ -163,13 +191,15 @@ class PolicyEngine:
     async def stream(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncIterator[RequestOutput]:
-        """vLLM's own generate for a caller that speaks its types; `options` are that method's. `prompt` may hold `images`, placed;
-        log-probs of more than the sampled ids come as `Listed`.
+        """vLLM's own generate for a caller that speaks its types; `options` are that method's. `prompt` may hold `images`, placed, and
+        `repeated` as GenerateRequest has it; log-probs of more than the sampled ids come as `Listed`.
 
         Deltas are gathered for STREAM_INTERVAL_S after the first. Closing the iterator or cancelling its task aborts the request.
         """
         loop = asyncio.get_running_loop()
         deltas = sampling_params.output_kind == RequestOutputKind.DELTA
+        repeated = prompt.get("repeated")
+        prompt = {name: value for name, value in prompt.items() if name != "repeated"}
         if images := prompt.get("images"):
             prompt = self.image_store.prompt(prompt["prompt_token_ids"], images)
         with self.clock.request():
@@ -178,6 +208,8 @@ class PolicyEngine:
                     sent = loop.time()
                     for part in output.outputs if sampling_params.logprobs else ():
                         part.logprobs = Listed.of(part.logprobs or ())
+                    if output.finished:
+                        self.count_repeated(repeated, output)
                     yield output
                     if deltas and not output.finished:
                         await asyncio.sleep(max(0.0, sent + STREAM_INTERVAL_S - loop.time()))

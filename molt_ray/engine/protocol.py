@@ -72,7 +72,27 @@ class GenerateRequest:
     text: bool = (
         True  # False: nothing is decoded, Generation.text stays empty; 256 short calls then take 0.09 s instead of 0.12
     )
+    repeated: tuple[int, int] | None = (
+        None  # ids that an earlier turn left with the engine, and the version that it ended under
+    )
     images: list[PlacedImage] = field(default_factory=list)  # in `prompt_ids`, all of them given to `images` before
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine has before it and has done. Counts only grow while it lives; the difference of two samples tells of the time between."""
+
+    version: int  # policy version of its weights
+    paused: bool
+    running: int  # requests in its batch
+    waiting: int  # requests that have no place in it
+    kv_use: float  # share of the KV cache that running requests hold
+    steps: int
+    kv_use_sum: float  # over its steps
+    queued_steps: int  # steps in which requests waited
+    preemptions: int  # of running requests whose KV was given up, those of a refit included
+    repeated_tokens: int  # of prompts, that an earlier turn of the rollout had left in the cache: whole blocks
+    kept_tokens: int  # of those, still there when the next turn came
 
 
 class Engine(Protocol):

@@ -1,4 +1,5 @@
-"""Keeps the agent workers busy: every free slot of the pool becomes a group call, every answer goes back into the pool.
+"""Keeps the agent workers busy: every free slot of the pool becomes a group call, every answer goes back into the pool. Where the engines' KV
+caches are too small for all of them, fewer are out at once (pacing.py).
 
 Guarantees: each group that was dispatched is told to the pool exactly once as finished, filtered or failed; every call has a
 deadline; when groups keep failing and none finishes, the wait for a batch ends with the reasons instead of hanging.
@@ -11,20 +12,24 @@ import contextlib
 import traceback
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from molt_ray.config import Config
+from molt_ray.engine.protocol import EngineLoad
 from molt_ray.errors import RunError
 from molt_ray.experience import Row, mean_score
 from molt_ray.rollout.calls import stream_group
 from molt_ray.rollout.messages import Failure, GroupTask
+from molt_ray.rollout.pacing import Pacing
 from molt_ray.rollout.pool import Group, GroupPool
 
 # What a worker could not try again by itself, because it, or the engine under it, was gone.
 OF_THE_CLUSTER = frozenset({"worker_died", "worker_timeout", "engine_error"})
+SAMPLE_S = 2.0  # between looks at the engines' loads
 GRACE_S = 30.0  # beyond the rollouts' own deadlines, for what a worker needs to cancel, kill and answer
 Filter = Callable[[list[Row]], str]  # the reason to drop a whole group, or ""
+Loads = Callable[[], Awaitable[dict[str, EngineLoad]]]  # of the engines, by id
 
 
 class RolloutError(RunError):
@@ -44,6 +49,8 @@ class Dispatcher:
         self.keep = keep
         self.failures: Counter[str] = Counter()  # rollouts that failed, by reason, also those that a retry saved
         self.breaks: Counter[str] = Counter()  # prefix breaks, by reason
+        self.pacing = Pacing(pool.slots)
+        self.limit = pool.slots  # of groups in flight
         self.sampled: list[tuple[float, bool]] = []  # mean score of each group that finished, and whether it was kept
         self._calls: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
@@ -51,10 +58,26 @@ class Dispatcher:
         self._failed_in_a_row: deque[str] = deque(maxlen=config.run.fail_limit)  # prompts that count as failed
         self._broken: RolloutError | None = None
         self._closed = False
+        self._rewinding = False
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self, workers: Any, loads: Loads) -> None:
+        """Tells where the groups go, and begins to watch the engines that they use. `close` ends it."""
+        self.workers = workers
+        self._watching = asyncio.create_task(self._watch(loads))
+
+    async def _watch(self, loads: Loads) -> None:
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            limit = self.pacing.observe(await loads(), len(self.pool.in_flight))
+            if self.config.rollout.adapt_concurrency and limit != self.limit:
+                self.limit = limit
+                self.fill()
 
     def fill(self) -> None:
-        """Starts a call for every free slot."""
-        for group in () if self._closed else self.pool.dispatch():
+        """Starts a call for every free slot, as far as the limit allows; none once rollouts only fail, which `batch` tells."""
+        held = self._closed or self._rewinding or self._broken or self._only_fails
+        for group in () if held else self.pool.dispatch(self.limit):
             call = asyncio.create_task(self._call(group), name=group.group_id)
             self._calls[group.group_id] = call
 
@@ -68,13 +91,17 @@ class Dispatcher:
                 return self.pool.take_batch(version)
             if self.pool.exhausted:
                 return None
-            if len(self._failed_in_a_row) == self.config.run.fail_limit:
+            if self._only_fails:
                 raise RolloutError(self._why())
             if self.config.train.stale_groups == "abort":
                 for group_id in self.pool.holding(version):
                     self._calls[group_id].cancel()
             self._changed.clear()
             await self._changed.wait()  # every call in flight has a deadline, so this ends
+
+    @property
+    def _only_fails(self) -> bool:
+        return len(self._failed_in_a_row) == self.config.run.fail_limit
 
     def refitted(self, version: int, trained: list[Group]) -> None:
         """The engines hold `version`: slots of `trained` are free and filled again."""
@@ -96,7 +123,9 @@ class Dispatcher:
         doomed = [self._calls[group_id] for group_id in self.pool.doomed(kept, version)]
         for call in doomed:
             call.cancel()
+        self._rewinding = True  # nothing takes their slots before the pool has gone back
         await asyncio.gather(*doomed, return_exceptions=True)
+        self._rewinding = False
         for group_id in self.pool.doomed(kept, version):  # cancelled before they had begun
             self._calls.pop(group_id, None)
             self.pool.abort(group_id)
@@ -112,12 +141,19 @@ class Dispatcher:
             "rollout/filtered_share": sum(not kept for _, kept in sampled) / len(sampled),
         }
 
+    def load_metrics(self) -> dict[str, float]:
+        """The limit, and what the engines did since the last call. Raises what ended the watch over them."""
+        if self._watching is not None and self._watching.done():
+            self._watching.result()
+        return {**self.pacing.metrics(), "rollout/in_flight_limit": float(self.limit)}
+
     async def close(self) -> None:
         """Cancels what is in flight; nothing is dispatched afterwards."""
         self._closed = True
-        for call in self._calls.values():
-            call.cancel()
-        await asyncio.gather(*self._calls.values(), return_exceptions=True)
+        under_way = [*self._calls.values(), *([self._watching] if self._watching is not None else [])]
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
 
     def _task(self, group: Group) -> GroupTask:
         prompt = self.prompts[group.key.index]
@@ -162,6 +198,7 @@ class Dispatcher:
         finally:
             self._calls.pop(group.group_id, None)
             self._changed.set()
+            self.fill()  # a batch that is formed by and by has its groups out meanwhile
 
     def _finished(self, group: Group, rows: list[Row]) -> None:
         self._failed_in_a_row.clear()

@@ -146,6 +146,7 @@ class EnvRollout:
             placement.prompt_ids,
             sampling,
             text=bool(sampling.get("stop")),
+            repeated=placement.repeated,
             images=placement.prompt_images,
         )
         try:

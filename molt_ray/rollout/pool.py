@@ -93,10 +93,12 @@ class GroupPool:
         """No prompt is left to dispatch and none is out."""
         return not (self._again or self.order.remaining or self.in_flight or self.ready)
 
-    def dispatch(self) -> list[Group]:
-        """Takes prompts for all free slots and returns the groups to start, at the published version."""
+    def dispatch(self, limit: int | None = None) -> list[Group]:
+        """Takes prompts for all free slots and returns the groups to start, at the published version. No more than make `limit` in flight
+        where it is given, which is at least 1: a limit delays groups, and changes nothing else."""
         started = []
-        for _ in range(self.free_slots):
+        room = self.free_slots if limit is None else min(self.free_slots, limit - len(self.in_flight))
+        for _ in range(room):
             if self._again:
                 last = self._again.popleft()
                 key, attempt, failures = last.key, last.attempt + 1, last.failures

@@ -28,6 +28,7 @@ class ScriptedStream:
     prompts: list[list[int]] = field(default_factory=list)
     params: list[Any] = field(default_factory=list)
     placed: list[list[Any]] = field(default_factory=list)  # images of each prompt
+    repeated: list[Any] = field(default_factory=list)  # how much of each prompt an earlier turn left with the engine
     sent: list[Any] = field(default_factory=list)  # images that the engine was given
     store: Any = None
     alive: int | None = None  # ids that can be sampled in each place; None: all that are listed
@@ -43,6 +44,7 @@ class ScriptedStream:
         self.prompts.append(list(prompt["prompt_token_ids"]))
         self.params.append(params)
         self.placed.append(prompt.get("images", []))
+        self.repeated.append(prompt["repeated"])
         samples = [self.sampled(self.replies.pop(0), params) for _ in range(params.n)]
         pieces = [self.part(index, *sample, 0, len(sample[0]), params) for index, sample in enumerate(samples)]
         steps = [pieces]  # vLLM: all samples in one output at the end, or each delta by itself

@@ -295,3 +295,10 @@ async def test_a_start_that_takes_too_long_is_an_error(cluster: None, models: di
     with pytest.raises(EngineStartFailed, match=r"0 of 1 engines up after --vllm.start_timeout_s 0.5"):
         await fleet.start()
     assert "slow-engine" not in serve.status().applications
+
+
+async def test_each_engine_tells_its_load(fleet: Fleet) -> None:
+    roster = await fleet.roster()
+    loads = await fleet.loads()
+    assert set(loads) == set(roster.serving()) and len(loads) == 2
+    assert {load.version for load in loads.values()} == {roster.version}

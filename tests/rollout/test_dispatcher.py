@@ -8,6 +8,7 @@ import pytest
 
 from molt_ray.command_line import build
 from molt_ray.config import Config
+from molt_ray.engine.protocol import EngineLoad
 from molt_ray.experience import Row
 from molt_ray.rollout import dispatcher as module
 from molt_ray.rollout.dispatcher import Dispatcher, RolloutError
@@ -191,3 +192,80 @@ async def test_what_was_counted_goes_on_after_a_resume(streams):
     assert resumed.failures == d.failures and resumed.failures["timeout"] >= 32
     assert resumed.breaks == d.breaks and resumed.breaks["edited"] == 2 * resumed.failures["timeout"]
     assert resumed.pool.outcomes == d.pool.outcomes
+
+
+class Held:
+    """Workers whose groups end when they are told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ends: dict[str, asyncio.Event] = {}
+        monkeypatch.setattr(module, "stream_group", self.stream)
+
+    async def stream(self, handle, task):
+        self.ends[task.group_id] = asyncio.Event()
+        await self.ends[task.group_id].wait()
+        yield whole(task), []
+
+    async def end(self, n: int) -> None:
+        for group_id in [group_id for group_id, end in self.ends.items() if not end.is_set()][:n]:
+            self.ends[group_id].set()
+        await asyncio.sleep(0.02)
+
+
+async def test_a_limit_delays_groups_and_changes_nothing_else(monkeypatch):
+    batches = []
+    for limit in (64, 3):
+        held = Held(monkeypatch)
+        d = make(config_of(batch_size=16), prompts=64)
+        d.limit = limit
+        waiting = asyncio.create_task(d.batch(0))
+        most = 0
+        while not waiting.done():
+            await asyncio.sleep(0.01)
+            most = max(most, len(d.pool.in_flight))
+            await held.end(1)
+        batches.append([group.group_id for group in waiting.result()])
+        assert most == min(limit, d.pool.slots)
+        assert len(d.pool.in_flight) == min(limit, d.pool.free_slots + len(d.pool.in_flight))  # no batch is waited for
+        await d.close()
+    assert batches[0] == batches[1]
+
+
+@pytest.mark.parametrize("adapt", [True, False])
+async def test_engines_that_preempt_lower_the_limit_where_it_is_adapted(monkeypatch, adapt):
+    monkeypatch.setattr(module, "SAMPLE_S", 0.01)
+    held, samples = Held(monkeypatch), 0
+
+    async def loads() -> dict[str, EngineLoad]:
+        nonlocal samples
+        samples += 1
+        return {"engine": EngineLoad(0, False, 30, 5, 1.0, samples, samples, samples, 9 * samples, 0, 0)}
+
+    d = make(config_of(batch_size=16, adapt_concurrency=adapt), prompts=64)
+    d.start(None, loads)
+    waiting = asyncio.create_task(d.batch(0))
+    while samples < 40:
+        await held.end(1)
+    metrics = d.load_metrics()
+    assert metrics["engine/kv_use"] == 1.0 and metrics["engine/preemptions"] >= 9
+    assert metrics["rollout/in_flight_limit"] == d.limit
+    assert d.limit < 16 if adapt else d.limit == 16
+    waiting.cancel()
+    await d.close()
+    samples = 0
+    await asyncio.sleep(0.05)
+    assert samples == 0
+
+
+async def test_what_ends_the_watch_over_the_engines_ends_the_run(monkeypatch):
+    monkeypatch.setattr(module, "SAMPLE_S", 0.0)
+
+    async def loads() -> dict[str, EngineLoad]:
+        raise TypeError("no such answer was expected")
+
+    d = make(config_of(), prompts=1)
+    d.start(None, loads)
+    await asyncio.sleep(0.05)
+    with pytest.raises(TypeError, match="no such answer"):
+        d.load_metrics()
+    await d.close()

@@ -49,7 +49,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.outcomes: dict[Any, str] = {}  # by prompt and epoch
         self.failures: Counter[Any] = Counter()  # of each prompt, since the last start
         self.saved = self.snapshot()
-        self.pool.dispatch()
+        self.limit: int | None = None  # of groups in flight
+        self.dispatch()
+
+    def dispatch(self) -> list[Group]:
+        return self.pool.dispatch(self.limit)
 
     def make_pool(self, version: int = 0) -> GroupPool:
         order = PromptOrder(self.prompts, episodes=self.episodes, seed=3)
@@ -82,7 +86,7 @@ class PoolMachine(RuleBasedStateMachine):
     def finishes(self, index: int) -> None:
         group = self.pick(index)
         self.pool.finished(group.group_id, rows_of(group))
-        self.pool.dispatch()
+        self.dispatch()
 
     @precondition(lambda self: len(self.pool.in_flight) > 1)
     @rule(index=st.integers(0, 99))
@@ -91,7 +95,7 @@ class PoolMachine(RuleBasedStateMachine):
         for group in list(self.pool.in_flight.values()):
             if group is not slow:
                 self.pool.finished(group.group_id, rows_of(group))
-        self.pool.dispatch()
+        self.dispatch()
 
     @precondition(lambda self: self.pool.in_flight)
     @rule(index=st.integers(0, 99))
@@ -99,13 +103,13 @@ class PoolMachine(RuleBasedStateMachine):
         group = self.pick(index)
         self.pool.filtered(group.group_id, "flat")
         self.settle(group, "filtered")
-        self.pool.dispatch()
+        self.dispatch()
 
     @precondition(lambda self: self.pool.in_flight)
     @rule(index=st.integers(0, 99), retry=st.booleans())
     def fails(self, index: int, retry: bool) -> None:
         self.fail(self.pick(index), retry)
-        self.pool.dispatch()
+        self.dispatch()
 
     @precondition(lambda self: self.pool.in_flight)
     @rule(which=st.sets(st.integers(0, 7)))
@@ -113,7 +117,7 @@ class PoolMachine(RuleBasedStateMachine):
         for index, group in enumerate(list(self.pool.in_flight.values())):
             if index % 8 in which:
                 self.fail(group, True)
-        self.pool.dispatch()
+        self.dispatch()
 
     def fail(self, group: Group, retry: bool) -> None:
         self.failures[group.key] += 1
@@ -136,7 +140,7 @@ class PoolMachine(RuleBasedStateMachine):
             rows = group.rows()
             assert len(rows) == SAMPLES and {row.group_id for row in rows} == {group.group_id}
         self.held.append(taken)
-        self.pool.dispatch()
+        self.dispatch()
 
     @precondition(lambda self: self.held)
     @rule()
@@ -146,7 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.refitted(self.version, trained)
         for group in trained:
             self.settle(group, "trained")
-        self.pool.dispatch()
+        self.dispatch()
 
     @precondition(lambda self: len(self.held) < AHEAD and self.pool.holding(self.next_version))
     @rule()
@@ -154,7 +158,14 @@ class PoolMachine(RuleBasedStateMachine):
         for group_id in self.pool.holding(self.next_version):
             self.pool.abort(group_id)
         assert self.can_take  # or the abort was in vain
-        self.pool.dispatch()
+        self.dispatch()
+
+    @rule(limit=st.none() | st.integers(1, 6))
+    def fewer_or_more_may_be_in_flight(self, limit: int | None) -> None:
+        self.limit = limit
+        before = len(self.pool.in_flight)
+        self.dispatch()
+        assert limit is None or len(self.pool.in_flight) <= max(before, limit)
 
     @rule()
     def a_checkpoint_is_taken(self) -> None:
@@ -174,7 +185,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.refitted(self.version, [])
         self.outcomes, self.held, self.failures = dict(outcomes), [], Counter()
         assert sum(self.pool.outcomes.values()) == len(self.outcomes)
-        self.pool.dispatch()
+        self.dispatch()
 
     @precondition(lambda self: self.held)
     @rule(which=st.sets(st.integers(0, 7)))
@@ -184,7 +195,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.put_back(lost)
         assert not lost & set(self.pool.ready)
         self.held = []
-        self.pool.dispatch()
+        self.dispatch()
 
     @rule()
     def a_rank_dies_and_the_last_checkpoint_is_loaded(self) -> None:
@@ -201,7 +212,7 @@ class PoolMachine(RuleBasedStateMachine):
         for key in self.outcomes.keys() - outcomes.keys():
             self.failures.pop(key, None)  # dealt again from the start
         self.outcomes, self.held = dict(outcomes), []
-        self.pool.dispatch()
+        self.dispatch()
 
     # ---- what always holds ----
 
@@ -209,7 +220,7 @@ class PoolMachine(RuleBasedStateMachine):
     def slots_are_never_exceeded_nor_idle(self) -> None:
         pool = self.pool
         assert len(pool.in_flight) + len(pool.ready) + len(pool.training) <= pool.slots
-        assert pool.free_slots == 0 or not pool.dispatch()
+        assert pool.free_slots == 0 or not self.dispatch()
 
     @invariant()
     def what_is_counted_is_what_happened(self) -> None:

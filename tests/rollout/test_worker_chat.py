@@ -336,6 +336,9 @@ async def test_both_agent_forms_give_the_engine_the_same_ids(make, endpoint, cas
     by_chat = await run(agent, prompt=prompt, tools=tools)
     assert by_env.failures == by_chat.failures == []
     assert [request.prompt_ids for request in engine.requests] == endpoint.stream.prompts
+    known = [len(ids) + len(said) for ids, said in zip(endpoint.stream.prompts, sampled, strict=True)]
+    assert [request.repeated for request in engine.requests] == [None, *((tokens, 3) for tokens in known[:-1])]
+    assert endpoint.stream.repeated == [None, *((tokens, endpoint.stream.version) for tokens in known[:-1])]
     assert len(by_env.rows) == len(by_chat.rows) == 1
     one, other = by_env.tokens(), by_chat.tokens()
     for column in ("token_ids", "action_mask", "turn_index", "temperatures"):
