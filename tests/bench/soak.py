@@ -4,7 +4,7 @@
 
 The last-digit job by a ChatAgent on a cluster of its own; every --every-s seconds on average kill -9 ends an agent worker, a capture replica, the
 engine, a rank or the driver, whose command is then given again. Each living process's own memory (USS) is sampled. At the end: a table of the kills, with
-the tokens a second of the ten steps after each against those before; memory by process; a plot; and the checks, by which the exit status is 1 when a
+the seconds until ten steps in a row were as fast as the ten before it; memory by process; a plot; and the checks, by which the exit status is 1 when a
 prompt was trained twice or lost, a token was older than the bound, or the run ended by itself.
 """
 
@@ -162,20 +162,18 @@ def broken(folder: Path, watch: Watch, bound: int) -> list[str]:
     return out + [f"{name}: {value:.0f}" for name, value in lost.items()]
 
 
-def speeds(lines: list[dict], at: float) -> tuple[float, float, float] | None:
-    """Around a kill: rollouts a second in the AROUND steps before it; seconds until a step is done again; seconds until AROUND steps
-    in a row had FULL_SPEED of the speed before (nan: not before the end)."""
-    before = [m for m in lines if m["time"] < at][-AROUND - 1 :]
-    after = [m for m in lines if m["time"] >= at]
-    if len(before) <= AROUND or len(after) <= AROUND:
+def cost(lines: list[dict], at: float, until: float) -> tuple[float, float] | None:
+    """Of a kill: seconds until a step was finished again, and until AROUND steps in a row had FULL_SPEED of the speed of AROUND before it.
+    None where there were fewer before it, or that speed was not reached `until` the next kill."""
+    before = [m["time"] for m in lines if m["time"] < at][-AROUND - 1 :]
+    after = [m["time"] for m in lines if at <= m["time"] < until]
+    if len(before) <= AROUND:
         return None
-    speed = AROUND / (before[-1]["time"] - before[0]["time"])
-    reached = float("nan")
+    speed = AROUND / (before[-1] - before[0])
     for first, last in zip(after, after[AROUND:], strict=False):
-        if AROUND / (last["time"] - first["time"]) >= FULL_SPEED * speed:
-            reached = first["time"] - at
-            break
-    return speed, after[0]["time"] - at, reached
+        if AROUND / (last - first) >= FULL_SPEED * speed:
+            return after[0] - at, first - at
+    return None
 
 
 def report(folder: Path, watch: Watch) -> str:
@@ -192,17 +190,17 @@ def report(folder: Path, watch: Watch) -> str:
         f"{hours * 60:.0f} minutes, {len(watch.kills)} kills, {watch.lives} lives of the driver, {len(metrics)} steps ({len(lines) - len(metrics)} of them"
         f" done again), {rollouts:.0f} rollouts trained, version {metrics[-1]['version']}",
         "",
-        "| killed | times | s to the next step, median | s to full speed, median | worst |",
-        "|---|---|---|---|---|",
+        "| killed | times | measured | s to the next step, median | s to full speed, median | worst |",
+        "|---|---|---|---|---|---|",
     ]
+    ends = [kill.at for kill in watch.kills[1:]] + [float("inf")]
     for role in VICTIMS:
-        kills = [kill for kill in watch.kills if kill.role == role]
-        around = [found for kill in kills if (found := speeds(lines, kill.at)) is not None]
-        if around:
-            full = [reached for _, _, reached in around]
-            out.append(
-                f"| {role} | {len(kills)} | {statistics.median(first for _, first, _ in around):.1f} | {statistics.median(full):.1f} | {max(full):.1f} |"
-            )
+        costs = [cost(lines, kill.at, end) for kill, end in zip(watch.kills, ends, strict=True) if kill.role == role]
+        known = [found for found in costs if found is not None]
+        if known:
+            first, full = ([found[i] for found in known] for i in (0, 1))
+            shown = f"{statistics.median(first):.1f} | {statistics.median(full):.1f} | {max(full):.1f}"
+            out.append(f"| {role} | {len(costs)} | {len(known)} | {shown} |")
     out += ["", "| memory, MB | second tenth | last tenth | ratio |", "|---|---|---|---|"]
     for role, points in watch.memory.items():
         tenth = max(1, len(points) // 10)
