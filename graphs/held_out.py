@@ -1,7 +1,8 @@
 """Evaluations beside the training: which weights, how long a refit waits for them, which checkpoint they make the best.
 
-Guarantees: an evaluation of version v answers with v alone, because the engines are not refitted before it has ended or was dropped; a
-checkpoint that counts as best holds the weights that were evaluated, because it is staged before the ranks train on.
+Guarantees: an evaluation of version v answers with v alone, because its engines are not refitted before it has ended or was dropped; a
+checkpoint that counts as best holds the weights that were evaluated, because it is staged before the ranks train on and held until the score
+is known; an evaluation that was cut short is made again.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import asyncio
 import time
 
 from molt_ray.config import Config
+from molt_ray.engine.fleet import Fleet
 from molt_ray.errors import RunError
 from molt_ray.metrics import MetricsLog
-from molt_ray.rollout.evaluator import Evaluator
+from molt_ray.rollout.evaluator import Evaluation, Evaluator
 from molt_ray.trainer.group import LearningGroup
+
+WATCH_S = 2.0  # between looks at the engines that an evaluation has for itself
 
 
 def tag_of(step: int) -> str:
@@ -21,16 +25,25 @@ def tag_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
+class EnginesLost(RunError):
+    """No engine of the evaluations' own serves any more."""
+
+
 class HeldOut:
-    """The evaluations of one run; `evaluator` is None in a run without held-out prompts."""
+    """The evaluations of one run; `evaluator` is None in a run without held-out prompts, `fleet` where they share the training's engines."""
 
     def __init__(
-        self, config: Config, evaluator: Evaluator | None, log: MetricsLog, learners: list[LearningGroup]
+        self,
+        config: Config,
+        evaluator: Evaluator | None,
+        log: MetricsLog,
+        learners: list[LearningGroup],
+        fleet: Fleet | None = None,
     ) -> None:
-        self.config, self.evaluator, self.log = config, evaluator, log
+        self.config, self.evaluator, self.log, self.fleet = config, evaluator, log, fleet
         self.learners = learners  # which have checkpoints, the policy's ranks first
-        self.interrupted = False  # the last one was ended by `close`
-        self.dropped = 0  # that took longer than a refit waits
+        self.owed = False  # one is due that has not begun, or was cut short
+        self.dropped = 0  # that took longer than is waited for, or whose engines did not get the weights
         self._running: asyncio.Task[dict[str, float]] | None = None
         self._step = 0  # that the last one began after
 
@@ -39,16 +52,38 @@ class HeldOut:
         """Whether an evaluation needs a checkpoint of the weights that it evaluates."""
         return self.evaluator is not None and bool(self.config.ckpt.best_metric_key)
 
-    def start(self, step: int, version: int) -> None:
-        """Begins an evaluation of the weights after `step`, which the engines hold as `version`."""
+    def start(self, step: int, version: int, broadcast_s: float = 0.0) -> None:
+        """Begins an evaluation of the weights after `step`, which its engines hold as `version`, and were `broadcast_s` in getting."""
+        self.owed = False
         if self.evaluator is not None:
             self._step = step
-            self._running = asyncio.create_task(self.evaluate(step, version))
+            self._running = asyncio.create_task(self.evaluate(step, version, broadcast_s))
 
-    async def evaluate(self, step: int, version: int) -> dict[str, float]:
+    async def evaluate(self, step: int, version: int, broadcast_s: float) -> dict[str, float]:
         begun = time.monotonic()
-        evaluation = await self.evaluator.run(version, f"s{step}")
-        return {**evaluation.metrics(), "version": version, "timing/eval": time.monotonic() - begun}
+        evaluation = await self.run(version, f"s{step}")
+        seconds = {"timing/eval": time.monotonic() - begun}
+        if self.fleet is not None:
+            seconds["timing/eval_broadcast"] = broadcast_s
+        return {**evaluation.metrics(), "version": version, **seconds}
+
+    async def run(self, version: int, name: str) -> Evaluation:
+        """Raises EnginesLost when all engines that serve evaluations alone have died: their successors wait for weights, and the prompts for them."""
+        running = asyncio.create_task(self.evaluator.run(version, name))
+        try:
+            while not (await asyncio.wait([running], timeout=WATCH_S))[0]:
+                if self.fleet is not None and not (await self.fleet.living()).serving():
+                    raise EnginesLost("its engines died")
+            return running.result()
+        finally:
+            await cancelled(running)
+
+    async def before_refit(self, step: int) -> None:
+        """Has no evaluation under way when the training's engines are refitted after `step`; where it has its own, only if another is due then."""
+        if self.fleet is None or self.config.eval.due(step):
+            await self.settle(self.config.eval.refit_wait_s)
+        elif self._running is not None and self._running.done():
+            await self.settle()
 
     async def settle(self, wait_s: float | None = None) -> None:
         """Waits for the evaluation under way, if any, and notes what it came to. One that takes longer than `wait_s` is dropped and counted."""
@@ -57,16 +92,29 @@ class HeldOut:
             return
         step = self._step
         if not (await asyncio.wait([running], timeout=wait_s))[0]:
-            self.dropped += 1
             await cancelled(running)
-            print(
-                f"evaluation after step {step} dropped: not finished {wait_s:g} s after the refit was due", flush=True
-            )
+            self.drop(step, f"not finished within --eval.refit_wait_s {wait_s:g}")
             return
-        metrics = running.result()
+        try:
+            metrics = running.result()
+        except EnginesLost as e:
+            self.owed = True
+            print(f"evaluation after step {step} was cut short: {e}", flush=True)
+            return
         self.log.write_evaluation(step, metrics)
         if self.wants_checkpoint:
             await self.note_best(step, metrics)
+
+    def drop(self, step: int, why: str) -> None:
+        """Counts an evaluation that came to nothing and is not made again."""
+        self.owed = False
+        self.dropped += 1
+        print(f"evaluation after step {step} dropped: {why}", flush=True)
+
+    async def hold_checkpoint(self, step: int) -> None:
+        """Has the checkpoint after `step` outlive newer ones until its score is known, or another is held."""
+        for group in self.learners:
+            await group.hold(tag_of(step))
 
     async def note_best(self, step: int, metrics: dict[str, float]) -> None:
         key = self.config.ckpt.best_metric_key
@@ -82,7 +130,7 @@ class HeldOut:
     async def close(self) -> None:
         """Ends the evaluation under way."""
         running, self._running = self._running, None
-        self.interrupted = running is not None
+        self.owed |= running is not None
         if running is not None:
             await cancelled(running)
 

@@ -19,7 +19,7 @@ from graphs.graph import Edge, Graph, Node, rank_node
 from graphs.held_out import HeldOut, tag_of
 from graphs.lifecycle import Timer, refuse_what_is_in_use, together
 from graphs.pool import make_pool, step_limit
-from graphs.serving import AgentForm, declare_serving, serving
+from graphs.serving import AgentForm, declare_for_evaluations, declare_serving, serving
 from molt_ray import resources
 from molt_ray.algorithm.advantage import advantage_values, estimator_of
 from molt_ray.algorithm.kl_controller import KlController
@@ -54,7 +54,12 @@ def declare(config: Config, form: AgentForm, *, gpus: bool) -> Graph:
         Edge("TrainerRank", "PolicyEngine", "weights"),
         *(Edge(node.name, "TrainerRank", "a column per token, by reference") for node in scorers),
     ]
-    return Graph([*sampling.nodes, trainers, *scorers], [*edges, *sampling.edges])
+    kept = Graph([])
+    if config.eval.num_engines:
+        kept = declare_for_evaluations(config, form, gpus=gpus)
+        edges.append(Edge("HeldOut", "EvalWorker", "held-out prompts, a group a call"))
+        edges.append(Edge("TrainerRank", "EvalEngine", "weights, before each evaluation"))
+    return Graph([*sampling.nodes, *kept.nodes, trainers, *scorers], [*edges, *sampling.edges, *kept.edges])
 
 
 def scoring_nodes(config: Config, gpus: bool) -> list[Node]:
@@ -115,31 +120,30 @@ class Loop:
 
     async def run(self) -> None:
         """Trains to the end, whatever happens to payloads and ranks on the way."""
-        evaluation_due, broken = self.config.eval.eval_at_start, None
+        self.held_out.owed, broken = self.config.eval.eval_at_start, None
         while True:
             try:
                 if broken is not None:
                     await self.heal(broken)
-                return await self.train_through(evaluation_due)
+                return await self.train_through()
             except LostPayload as e:
                 print(f"{e}: rolled out again", flush=True)
                 self.pool.put_back(e.groups)
                 broken = None
             except RankLost as e:
                 broken = e
-            evaluation_due = self.held_out.interrupted
 
-    async def train_through(self, evaluation_due: bool) -> None:
+    async def train_through(self) -> None:
         """Trains until the prompts are used up, `train.max_steps` is reached, or the reward is."""
         upcoming = asyncio.create_task(self.prepare(self.version))
         try:
-            await self.evaluate(evaluation_due)
+            await self.evaluate()
             while not self.done() and (step := await self.awaited(upcoming)) is not None:
                 upcoming = asyncio.create_task(self.prepare(self.version + 1))
                 with Timer(step.seconds, "policy_train"):
                     trained = await self.train(step)
                 with Timer(step.seconds, "evaluation_wait"):
-                    await self.held_out.settle(self.config.eval.refit_wait_s)
+                    await self.held_out.before_refit(self.step + 1)
                 with Timer(step.seconds, "broadcast"):
                     await self.refit()
                 self.dispatcher.refitted(self.version, step.groups)
@@ -147,11 +151,13 @@ class Loop:
                     with Timer(step.seconds, "critic_wait"):
                         trained |= await self.learned(self.learning)
                 await self.report(step, trained)
-                await self.evaluate(self.config.eval.due(self.step))
+                self.held_out.owed |= self.config.eval.due(self.step)
+                await self.evaluate()
                 del step  # the last hold on its packs: they are freed before the next batch is waited for
             await self.held_out.settle()
             upcoming.cancel()
-            await self.evaluate(not self.config.eval.due(self.step))
+            self.held_out.owed |= not self.config.eval.due(self.step)
+            await self.evaluate(patient=True)
             await self.held_out.settle()
         finally:
             await self.held_out.close()
@@ -160,12 +166,22 @@ class Loop:
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
 
-    async def evaluate(self, due: bool) -> None:
-        """Begins an evaluation of the engines' weights, if one is `due`; the next refit waits for it, the training does not."""
-        if due:
-            if self.held_out.wants_checkpoint:
-                await self.save()
-            self.held_out.start(self.step, self.version)
+    async def evaluate(self, *, patient: bool = False) -> None:
+        """Begins the evaluation that is owed, if any, of the present weights. Where it has engines of its own, they are given those first; while
+        none is up it stays owed, unless `patient`: then it waits for one."""
+        fleet = self.held_out.fleet
+        if not self.held_out.owed or not (patient or fleet is None or (await fleet.living()).members):
+            return
+        if self.held_out.wants_checkpoint:
+            await self.save()
+            await self.held_out.hold_checkpoint(self.step)
+        try:
+            begun = time.monotonic()
+            if fleet is not None and not (await fleet.living()).serves(self.version):
+                await self.send_weights(fleet)
+            self.held_out.start(self.step, self.version, time.monotonic() - begun)
+        except RefitFailed as e:
+            self.held_out.drop(self.step, str(e))
 
     def done(self) -> bool:
         goal, limit, recent = self.config.train.target_reward, self.config.train.max_steps, self.log.recent_reward
@@ -179,7 +195,7 @@ class Loop:
         begun = time.monotonic()
         while not (await asyncio.wait([upcoming], timeout=WATCH_S))[0]:
             if await self.fleet.stranded():
-                await self.send_weights(self.version)
+                await self.send_weights(self.fleet)
         step = upcoming.result()
         if step is not None:
             step.seconds["generation"] = time.monotonic() - begun
@@ -229,19 +245,19 @@ class Loop:
         """The engines get the trainer's weights under the next version, which is noted first: it must not be used again after a crash."""
         self.version += 1
         (self.log.folder / "version").write_text(str(self.version))
-        await self.send_weights(self.version)
+        await self.send_weights(self.fleet)
 
-    async def send_weights(self, version: int) -> None:
-        """What runs in the engines meanwhile is paused, not lost. An engine may die or be removed in the middle of it; then all others get
-        the weights once more."""
+    async def send_weights(self, fleet: Fleet) -> None:
+        """Gives the engines of `fleet` the trainer's weights, under the present version. What runs in them meanwhile is paused, not lost. An engine
+        may die or be removed in the middle of it; then all others get the weights once more."""
         sent = False
         for tries_left in reversed(range(REFIT_TRIES)):
             try:
-                await self.fleet.pause("keep" if self.config.train.partial_rollout_enable else "wait")
+                await fleet.pause("keep" if self.config.train.partial_rollout_enable else "wait")
                 if not sent:
-                    await self.trainers.refit(version, self.fleet.sender_args)
+                    await self.trainers.refit(self.version, fleet.sender_args)
                     sent = True  # and published: what is left to do is to resume
-                await self.fleet.resume()
+                await fleet.resume()
                 return
             except RefitFailed as e:
                 if not tries_left:
@@ -383,13 +399,15 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
         pool = make_pool(config, prompts)
         dispatcher = Dispatcher(config, pool, prompts, keep)
         starts = {name: group.start for name, group in ranks.items()}
-        up = await stack.enter_async_context(serving(config, form, startup, let_go=dispatcher.close, beside=starts))
+        reserve = config.eval.num_engines > 0 and bool(held_out)
+        sampling = serving(config, form, startup, reserve=reserve, let_go=dispatcher.close, beside=starts)
+        up = await stack.enter_async_context(sampling)
         stack.push_async_callback(dispatcher.close)
         dispatcher.start(up.workers, up.fleet.loads)
         log = MetricsLog(Path(config.run.dir), config.run.name, step_limit(config, len(prompts)))
         stack.callback(conclude, log, startup)
-        evaluator = Evaluator(config, held_out, up.workers) if held_out else None
-        evaluations = HeldOut(config, evaluator, log, learners)
+        evaluator = Evaluator(config, held_out, (up.kept or up).workers) if held_out else None
+        evaluations = HeldOut(config, evaluator, log, learners, up.kept.fleet if up.kept else None)
         kl = KlController(config.kl_coef, config.algo.kl.target, config.algo.kl.horizon)
         loop = Loop(config, pool, dispatcher, up.fleet, trainers, log, evaluations, kl, reference, critic)
         if config.ckpt.load_enable:

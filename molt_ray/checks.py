@@ -62,6 +62,9 @@ def check_prompts(c: Config) -> None:
     if c.ckpt.best_metric_key and not (held_out or c.eval.task_size):
         remedy = "needs an evaluation: give --eval.dataset or --eval.task_size"
         refuse("ckpt.best_metric_key", c.ckpt.best_metric_key, remedy)
+    if c.eval.num_engines and not (held_out or c.eval.task_size):
+        remedy = "needs an evaluation: give --eval.dataset or --eval.task_size, or leave it out"
+        refuse("eval.num_engines", c.eval.num_engines, remedy)
     if not data.tasks:
         if c.eval.task_size:
             refuse(

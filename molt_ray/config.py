@@ -377,6 +377,9 @@ class EvalConfig(Section):
     """Evaluate after every so many steps, and after the last; -1 only at start and end."""
     eval_at_start: bool = True
     """Evaluate before the first step too."""
+    num_engines: int = Field(default=0, ge=0)
+    """Engines kept for evaluations beside training, with agent workers and capture replicas of their own: then only the refit before the next evaluation
+    waits for one. 0: they share the training's engines, and each refit waits."""
     refit_wait_s: float | None = Field(default=None, gt=0)
     """A refit waits for an evaluation at most so many seconds after its batch was trained; then the evaluation is dropped and counted
     (eval/dropped). None: until it is finished."""

@@ -29,6 +29,11 @@ def app_name(run_name: str, part: str) -> str:
     return f"{run_name}-{part}"
 
 
+def evaluation_name(run_name: str) -> str:
+    """The name in whose place engines and workers kept for evaluations run. The dot keeps it apart from every run's own."""
+    return f"{run_name}.eval"
+
+
 def deploy(applications: dict[str, serve.Application], routes: dict[str, str]) -> None:
     """Starts deploying each named application, all at once; does not wait. `routes`: HTTP prefix by name, none if absent."""
     targets = [RunTarget(app, name=name, route_prefix=routes.get(name)) for name, app in applications.items()]
@@ -51,9 +56,14 @@ async def wait_running(name: str, timeout_s: float) -> None:
         await asyncio.sleep(0.2)
 
 
+def applications_of(run_name: str) -> set[str]:
+    """The names of all that a run may start, for its evaluations too."""
+    return {app_name(name, part) for name in (run_name, evaluation_name(run_name)) for part in PARTS}
+
+
 def present(run_name: str) -> list[str]:
     """The applications of `run_name` that Serve still has."""
-    return sorted(set(serve.status().applications) & {app_name(run_name, part) for part in PARTS})
+    return sorted(set(serve.status().applications) & applications_of(run_name))
 
 
 def release(run_name: str) -> None:
@@ -78,7 +88,7 @@ def sweep_leftovers(run_name: str) -> None:
     """The same for what a run left behind whose driver was killed. Nobody waits for its answers, so its replicas are killed: an agent that
     calls an engine which that run had paused would else be waited for, up to its deadline."""
     release(run_name)
-    marks = tuple(f"SERVE_REPLICA::{app_name(run_name, part)}#" for part in PARTS)
+    marks = tuple(f"SERVE_REPLICA::{name}#" for name in applications_of(run_name))
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["name"].startswith(marks):
             with contextlib.suppress(ValueError):  # it has ended by itself

@@ -33,9 +33,12 @@ def test_room_for_ray_data_is_kept():
 
 
 def test_each_graph_declares_the_nodes_that_it_starts_and_edges_between_them():
-    sampling, outside = {"AgentWorker", "PolicyEngine"}, {"GroupPool", "Records"}
+    sampling, outside = {"AgentWorker", "PolicyEngine"}, {"GroupPool", "Records", "HeldOut"}
+    beside = Config(eval={"num_engines": 2}, vllm={"num_engines": 4, "max_engines": 8})
+    kept = {"EvalWorker", "EvalEngine", "EvalCapture"}
     declared = {
         "train": (rl.declare(Config(), "chat", gpus=False), {*sampling, "Capture", "TrainerRank"}),
+        "evaluation beside": (rl.declare(beside, "chat", gpus=True), {*sampling, "Capture", "TrainerRank", *kept}),
         "rollouts alone": (rollout.declare(Config(), "env", gpus=False), sampling),
         "evaluation alone": (evaluate.declare(Config(), "chat", gpus=False), {*sampling, "Capture"}),
         "replay": (replay.declare(Config(), gpus=False), {"TrainerRank"}),
@@ -43,3 +46,6 @@ def test_each_graph_declares_the_nodes_that_it_starts_and_edges_between_them():
     for what, (made, nodes) in declared.items():
         assert {node.name for node in made.nodes} == nodes, what
         assert {end for edge in made.edges for end in (edge.source, edge.target)} - outside == nodes, what
+    engines = {node.name: node for node in declared["evaluation beside"][0].nodes}
+    assert (engines["EvalEngine"].count, engines["EvalEngine"].gpus, engines["PolicyEngine"].count) == (2, 1, 8)
+    assert engines["EvalEngine"].option == "eval.num_engines"

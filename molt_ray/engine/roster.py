@@ -71,6 +71,10 @@ class Roster:
     def waiting(self) -> list[str]:
         return sorted(m.replica_id for m in self.members.values() if not m.serving)
 
+    def serves(self, version: int) -> bool:
+        """Whether engines serve, and hold `version`; some may wait beside them."""
+        return self.version == version and self.updating is None and bool(self.serving())
+
     def ranks(self) -> dict[str, int]:
         """First rank of each member in a transfer group; 0 is the trainer's. Sorted, so that equal rosters give equal groups."""
         offsets, rank = {}, 1

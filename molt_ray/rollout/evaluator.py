@@ -1,7 +1,7 @@
-"""Held-out prompts, rolled out on the workers that the training uses, beside it.
+"""Held-out prompts, rolled out beside the training, on its workers or on workers kept for evaluations.
 
 Guarantees: each prompt is rolled out `eval.n_samples_per_prompt` times whatever the training does meanwhile; nothing of it is trained;
-every token comes from one policy version, because the caller lets no refit happen before it has ended (a token of another
+every token comes from one policy version, because the caller lets no refit of its engines happen before it has ended (a token of another
 version raises). A prompt that fails counts as failed, never as a wrong answer.
 """
 

@@ -44,6 +44,7 @@ class Checkpoints:
     def __init__(self, folder: Path, max_num: int, timeout_s: float):
         """`max_num`: complete checkpoints to keep, 0 or less all. `timeout_s`: deadline of a background save."""
         self.folder, self.max_num, self.timeout_s = folder, max_num, timeout_s
+        self.held = ""  # tag of the checkpoint under evaluation, which is not removed meanwhile
         self.group = dist.new_group(backend="gloo")  # the background save must not meet training's collectives
         self.pending: Future | None = None
 
@@ -158,6 +159,7 @@ class Checkpoints:
         A best by another metric, or one that is gone, does not count.
         """
         self.finish()
+        self.held = ""
         if dist.get_rank() != 0:
             return False
         best = self.best()
@@ -169,13 +171,13 @@ class Checkpoints:
         return True
 
     def prune(self) -> None:
-        """Removes what an interrupted save left, and the oldest complete checkpoints beyond `max_num`, but never the best."""
+        """Removes what an interrupted save left, and the oldest complete checkpoints beyond `max_num`, but never the best nor the one under evaluation."""
         for left in self.folder.glob(f"*{PARTIAL}"):
             shutil.rmtree(left)
         if self.max_num > 0:
-            best = self.best().get("tag")
+            spared = (self.best().get("tag"), self.held)
             for old in self.found()[: -self.max_num]:
-                if old.name != best:
+                if old.name not in spared:
                     (old / MARKER).unlink()  # first, so that a half-removed one is not loaded
                     shutil.rmtree(old)
 

@@ -217,6 +217,10 @@ class LearningGroup(RankGroup):
         """Digests of the ranks' parts of the weights, by rank: equal for equal weights on as many ranks."""
         return await self.call("weights_digest", timeout_s=self.config.fsdp.timeout_s)
 
+    async def hold(self, tag: str) -> None:
+        """Keeps checkpoint `tag` beside the newest, until it was evaluated or another is held."""
+        await self.gather("hold", [self.actors[0].hold.remote(tag)], START_TIMEOUT_S)
+
     async def evaluated(self, tag: str, metric: str, value: float) -> bool:
         """Notes what the weights of checkpoint `tag` came to; whether that is the best so far. Waits until the checkpoint is complete."""
         self.saving = False

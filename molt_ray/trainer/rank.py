@@ -114,6 +114,9 @@ class LearningRank(Rank):
 
         return digest(self.learner.model)
 
+    def hold(self, tag: str) -> None:
+        self.checkpoints.held = tag
+
     def evaluated(self, tag: str, metric: str, value: float) -> bool:
         return self.checkpoints.evaluated(tag, metric, value)
 
@@ -128,7 +131,9 @@ class TrainerRank(LearningRank):
         from molt_ray.trainer.learner import Learner
         from molt_ray.trainer.weights import CheckpointWeights, SharedIteration
 
-        self.sender: Any = None  # rank 0: made at the first refit, keeps its transfer group
+        self.senders: dict[
+            str, Any
+        ] = {}  # rank 0: by run name of engines; made at their first refit, each keeps its transfer group
         self.learner = Learner(self.config, self.mesh, self.total_steps)
         self.weights = CheckpointWeights(self.learner.model, self.learner.dtype)
         self.shared = SharedIteration(self.weights)
@@ -153,9 +158,10 @@ class TrainerRank(LearningRank):
             follow(self.weights)
             return {}
         try:
-            if self.sender is None:
-                self.sender = weight_sender_class()(self.shared, **sender_args)
-            return self.sender.send(version)
+            name = sender_args["run_name"]
+            if name not in self.senders:
+                self.senders[name] = weight_sender_class()(self.shared, **sender_args)
+            return self.senders[name].send(version)
         finally:
             self.shared.finish()
 

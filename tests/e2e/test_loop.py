@@ -261,9 +261,9 @@ def test_the_only_engine_killed_mid_run_comes_back_with_the_weights(
     config = configure(models["last_digit"], tmp_path / "revived", train__max_staleness=0, rollout__timeout_s=120)
     send, sent = graphs.rl.Loop.send_weights, []
 
-    async def send_then_kill(loop, version):
-        await send(loop, version)
-        sent.append(version)
+    async def send_then_kill(loop, fleet):
+        await send(loop, fleet)
+        sent.append(loop.version)
         if len(sent) == 1:
             os.kill(replica_pid("PolicyEngine"), signal.SIGKILL)
 

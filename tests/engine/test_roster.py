@@ -45,6 +45,18 @@ def test_the_next_refit_takes_the_waiting_in() -> None:
     assert {name: m.version for name, m in r.members.items()} == {"a": 2, "late": 2, "later": 0}
 
 
+def test_a_version_is_served_once_it_is_published_and_while_someone_serves() -> None:
+    r = roster("a")
+    assert r.serves(0) and not r.serves(1)
+    r.begin(1)
+    assert not r.serves(0) and not r.serves(1)
+    r.publish(1, ["a"])
+    r.register("late", "node", 1)
+    assert r.serves(1) and not r.serves(0)
+    r.remove(["a"])
+    assert not r.serves(1)
+
+
 def test_the_published_version_may_be_sent_again_only_while_no_engine_serves() -> None:
     r = roster("a")
     r.begin(1)

@@ -9,6 +9,7 @@ import pytest
 
 from graphs.held_out import HeldOut
 from molt_ray.command_line import build
+from molt_ray.engine.roster import Roster
 from molt_ray.errors import RunError
 from molt_ray.experience import Row
 from molt_ray.rollout.evaluator import Evaluation
@@ -42,10 +43,21 @@ class Noted:
         return True
 
 
-def make(metric: str = "eval/pass1") -> tuple[HeldOut, Slow, Noted]:
+class Kept:
+    """Engines of the evaluations' own, as the roster shows them."""
+
+    def __init__(self) -> None:
+        self.roster = Roster()
+        self.roster.register("a", "node", 1)
+
+    async def living(self) -> Roster:
+        return self.roster
+
+
+def make(metric: str = "eval/pass1", fleet: Kept | None = None, steps: int = -1) -> tuple[HeldOut, Slow, Noted]:
     slow, noted = Slow(), Noted()
-    config = build({"ckpt": {"best_metric_key": metric}})
-    return HeldOut(config, slow, noted, [noted]), slow, noted
+    config = build({"ckpt": {"best_metric_key": metric}, "eval": {"steps": steps}})
+    return HeldOut(config, slow, noted, [noted], fleet), slow, noted
 
 
 async def test_a_score_belongs_to_the_step_that_the_evaluation_began_with() -> None:
@@ -78,3 +90,37 @@ async def test_a_number_that_the_evaluation_does_not_have_ends_the_run_with_thos
     held_out.start(0, 0)
     with pytest.raises(RunError, match=r"eval/exact.*eval/pass1"):
         await held_out.settle()
+
+
+async def test_on_engines_of_their_own_only_the_refit_before_the_next_evaluation_waits() -> None:
+    held_out, slow, noted = make(fleet=Kept(), steps=4)
+    held_out.start(0, 0)
+    for step in (1, 2):
+        await held_out.before_refit(step)
+    assert not noted.lines
+    waiting = asyncio.create_task(held_out.before_refit(4))
+    await asyncio.wait([waiting], timeout=0.05)
+    assert not waiting.done() and not noted.lines
+    slow.ends.set()
+    await waiting
+    assert noted.lines == [(0, 0)]
+    held_out.start(4, 1)
+    while not noted.lines[1:]:  # one that has ended is noted at the next refit, whichever that is
+        await asyncio.sleep(0)
+        await held_out.before_refit(5)
+    assert noted.lines == [(0, 0), (4, 1)]
+
+
+async def test_an_evaluation_whose_engines_died_is_owed_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphs.held_out.WATCH_S", 0.01)
+    kept = Kept()
+    held_out, _, noted = make(fleet=kept)
+    held_out.start(3, 0)
+    kept.roster.remove(["a"])
+    await held_out.settle()  # returns although the prompts would wait for ever
+    assert held_out.owed and held_out.dropped == 0 and not noted.lines
+    assert len(asyncio.all_tasks()) == 1
+    held_out.start(4, 0)
+    assert not held_out.owed
+    await held_out.close()
+    assert held_out.owed  # cut short by the run itself

@@ -102,11 +102,17 @@ def keep_the_best(mesh: Any, model: Path, folder: Path) -> Any:
         weights[number] = parameters(learner)
         steps(mesh, learner, range(number, number + 1))  # the evaluation ends when the weights have moved on
         news.append(checkpoints.evaluated(str(number), "eval/pass1", value))
-    kept = [path.name for path in checkpoints.found()]
+    kept = [[path.name for path in checkpoints.found()]]
+    checkpoints.held = "3"  # its evaluation goes on while newer ones are saved
+    for number in (5, 6):
+        checkpoints.save(learner, str(number), {"tag": number})
+        checkpoints.finish()
+    kept.append([path.name for path in checkpoints.found()])
     best = checkpoints.load(learner, checkpoints.best()["tag"])
     difference = largest_difference(weights[1], parameters(learner))
     newest = checkpoints.load(learner)
-    other = checkpoints.evaluated("4", "eval/exact", 0.0)  # by another measure: the old best does not stand
+    other = checkpoints.evaluated("6", "eval/exact", 0.0)  # by another measure: the old best does not stand
+    kept.append([path.name for path in checkpoints.found()])
     return news, kept, best, difference, newest, other, checkpoints.load(learner, checkpoints.best()["tag"])
 
 
@@ -114,9 +120,10 @@ def test_the_best_is_kept_beside_the_newest_with_the_weights_that_were_evaluated
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     for news, kept, best, difference, newest, other, then in run_ranks(keep_the_best, 2, models["dense"], tmp_path)[:1]:
-        assert news == [True, True, False, False, False] and kept == ["1", "3", "4"]
-        assert best == {"tag": 1} and difference == 0.0 and newest == {"tag": 4}
-        assert other and then == {"tag": 4}
+        assert news == [True, True, False, False, False]
+        assert kept == [["1", "3", "4"], ["1", "3", "5", "6"], ["5", "6"]]
+        assert best == {"tag": 1} and difference == 0.0 and newest == {"tag": 6}
+        assert other and then == {"tag": 6}
 
 
 def damage_the_newest(mesh: Any, model: Path, folder: Path, how: str) -> Any:
