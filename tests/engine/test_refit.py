@@ -165,3 +165,27 @@ async def test_a_trainer_that_breaks_off_leaves_no_one_waiting(engines: Any, mod
     with pytest.raises(ValueError, match="announced"):
         await refit(engine, reference)
     await refit(engine, Reference(models["dense"]))
+
+
+async def test_an_update_whose_trainer_is_gone_ends_with_the_next(engines: Any, models: dict[str, Path]) -> None:
+    """One that was begun and never sent, and one that was received and never finished: neither has a version, the next is whole."""
+    engine = await engines("dense")
+    reference, version = Reference(models["dense"]), engine.version
+    await engine.pause("keep")
+    await engine.start_update()
+    reference.perturb(seed=6)
+    await refit(engine, reference)
+    assert await gap(engine, reference) < 1e-4 and engine.version == version + 1
+
+    abandoned = Reference(models["dense"])
+    finish, engine.finish_update = engine.finish_update, died
+    with pytest.raises(ConnectionError):
+        await refit(engine, abandoned)
+    engine.finish_update = finish
+    assert engine.version == version + 1
+    await refit(engine, reference)
+    assert await gap(engine, reference) < 1e-4 and engine.version == version + 2
+
+
+async def died(version: int) -> None:
+    raise ConnectionError("the trainer has died")
