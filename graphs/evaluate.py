@@ -28,6 +28,8 @@ async def evaluate(config: Config, form: AgentForm, startup: dict[str, float]) -
         prompts = read_held_out(config)
     if not prompts:
         refuse("eval.dataset", config.eval.dataset, "nothing to evaluate: give it, --eval.datasets or --eval.task_size")
+    if config.eval.num_engines:
+        refuse("eval.num_engines", config.eval.num_engines, "here all engines evaluate: give --vllm.num_engines")
     async with serving(config, form, startup) as up:
         begun = time.monotonic()
         evaluation = await Evaluator(config, prompts, up.workers).run(0, "alone")

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 
+from ray.exceptions import RayError
+
 from molt_ray.config import Config
 from molt_ray.engine.fleet import Fleet
+from molt_ray.engine.roster import Roster
 from molt_ray.errors import RunError
 from molt_ray.metrics import MetricsLog
 from molt_ray.rollout.evaluator import Evaluation, Evaluator
@@ -30,7 +33,8 @@ class EnginesLost(RunError):
 
 
 class HeldOut:
-    """The evaluations of one run; `evaluator` is None in a run without held-out prompts, `fleet` where they share the training's engines."""
+    """The evaluations of one run; `evaluator` is None in a run without held-out prompts. `fleet`: the engines that answer, those of the training
+    unless `eval.num_engines` keeps some for evaluations alone."""
 
     def __init__(
         self,
@@ -38,9 +42,10 @@ class HeldOut:
         evaluator: Evaluator | None,
         log: MetricsLog,
         learners: list[LearningGroup],
-        fleet: Fleet | None = None,
+        fleet: Fleet,
     ) -> None:
         self.config, self.evaluator, self.log, self.fleet = config, evaluator, log, fleet
+        self.apart = config.eval.num_engines > 0  # from the training's engines
         self.learners = learners  # which have checkpoints, the policy's ranks first
         self.owed = False  # one is due that has not begun, or was cut short
         self.dropped = 0  # that took longer than is waited for, or whose engines did not get the weights
@@ -54,44 +59,52 @@ class HeldOut:
 
     def start(self, step: int, version: int, broadcast_s: float = 0.0) -> None:
         """Begins an evaluation of the weights after `step`, which its engines hold as `version`, and were `broadcast_s` in getting."""
-        self.owed = False
-        if self.evaluator is not None:
-            self._step = step
-            self._running = asyncio.create_task(self.evaluate(step, version, broadcast_s))
+        self.owed, self._step = False, step
+        self._running = asyncio.create_task(self.evaluate(step, version, broadcast_s))
 
     async def evaluate(self, step: int, version: int, broadcast_s: float) -> dict[str, float]:
         begun = time.monotonic()
         evaluation = await self.run(version, f"s{step}")
         seconds = {"timing/eval": time.monotonic() - begun}
-        if self.fleet is not None:
+        if self.apart:
             seconds["timing/eval_broadcast"] = broadcast_s
         return {**evaluation.metrics(), "version": version, **seconds}
 
     async def run(self, version: int, name: str) -> Evaluation:
-        """Raises EnginesLost when all engines that serve evaluations alone have died: their successors wait for weights, and the prompts for them."""
+        """Raises EnginesLost when all its engines have died: their successors wait for weights, and the prompts would wait for them."""
         running = asyncio.create_task(self.evaluator.run(version, name))
         try:
             while not (await asyncio.wait([running], timeout=WATCH_S))[0]:
-                if self.fleet is not None and not (await self.fleet.living()).serving():
+                if not (await self.engines()).serving():
                     raise EnginesLost("its engines died")
             return running.result()
         finally:
             await cancelled(running)
 
+    async def engines(self) -> Roster:
+        """Who lives. Of engines that serve evaluations alone nobody does when they cannot be asked: the training goes on without them."""
+        try:
+            return await self.fleet.living()
+        except (TimeoutError, RayError):
+            if not self.apart:
+                raise
+            return Roster()
+
     async def before_refit(self, step: int) -> None:
         """Has no evaluation under way when the training's engines are refitted after `step`; where it has its own, only if another is due then."""
-        if self.fleet is None or self.config.eval.due(step):
+        if not self.apart or self.config.eval.due(step):
             await self.settle(self.config.eval.refit_wait_s)
         elif self._running is not None and self._running.done():
             await self.settle()
 
     async def settle(self, wait_s: float | None = None) -> None:
         """Waits for the evaluation under way, if any, and notes what it came to. One that takes longer than `wait_s` is dropped and counted."""
-        running, self._running = self._running, None
+        running, step = self._running, self._step
         if running is None:
             return
-        step = self._step
-        if not (await asyncio.wait([running], timeout=wait_s))[0]:
+        finished, _ = await asyncio.wait([running], timeout=wait_s)
+        self._running = None  # not before: `close` ends it if this wait is cancelled
+        if not finished:
             await cancelled(running)
             self.drop(step, f"not finished within --eval.refit_wait_s {wait_s:g}")
             return

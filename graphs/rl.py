@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray.data
+from ray.exceptions import RayError
 
 from graphs.graph import Edge, Graph, Node, rank_node
 from graphs.held_out import HeldOut, tag_of
@@ -156,9 +157,7 @@ class Loop:
                 del step  # the last hold on its packs: they are freed before the next batch is waited for
             await self.held_out.settle()
             upcoming.cancel()
-            self.held_out.owed |= not self.config.eval.due(self.step)
-            await self.evaluate(patient=True)
-            await self.held_out.settle()
+            await self.evaluate_the_last()
         finally:
             await self.held_out.close()
             under_way = [task for task in (upcoming, self.learning) if task is not None]
@@ -167,21 +166,39 @@ class Loop:
             await asyncio.gather(*under_way, return_exceptions=True)
 
     async def evaluate(self, *, patient: bool = False) -> None:
-        """Begins the evaluation that is owed, if any, of the present weights. Where it has engines of its own, they are given those first; while
-        none is up it stays owed, unless `patient`: then it waits for one."""
-        fleet = self.held_out.fleet
-        if not self.held_out.owed or not (patient or fleet is None or (await fleet.living()).members):
+        """Begins the evaluation that is owed, if any, of the present weights, which its engines are given first where they do not hold them. While
+        none of those that are kept for it is up it stays owed, unless `patient`: then it waits for one."""
+        held_out = self.held_out
+        if held_out.evaluator is None:
+            held_out.owed = False
+        if not held_out.owed or not (patient or not held_out.apart or (await held_out.engines()).members):
             return
-        if self.held_out.wants_checkpoint:
+        if held_out.wants_checkpoint:
             await self.save()
-            await self.held_out.hold_checkpoint(self.step)
+            await held_out.hold_checkpoint(self.step)
+        begun = time.monotonic()
         try:
-            begun = time.monotonic()
-            if fleet is not None and not (await fleet.living()).serves(self.version):
-                await self.send_weights(fleet)
-            self.held_out.start(self.step, self.version, time.monotonic() - begun)
-        except RefitFailed as e:
-            self.held_out.drop(self.step, str(e))
+            if not (await held_out.engines()).serves(self.version):
+                await self.send_weights(held_out.fleet, REFIT_TRIES if patient or not held_out.apart else 1)
+        except (RefitFailed, RayError, TimeoutError) as e:
+            if not held_out.apart:
+                raise
+            if (
+                patient or (await held_out.engines()).members
+            ):  # else they died, and their successors are asked after the next step
+                held_out.drop(self.step, str(e))
+            return
+        held_out.start(self.step, self.version, time.monotonic() - begun)
+
+    async def evaluate_the_last(self) -> None:
+        """The evaluation of the final weights, unless there was one; made again if its engines die."""
+        self.held_out.owed |= not self.config.eval.due(self.step)
+        for _ in range(REFIT_TRIES):
+            await self.evaluate(patient=True)
+            await self.held_out.settle()
+            if not self.held_out.owed:
+                return
+        self.held_out.drop(self.step, f"its engines died {REFIT_TRIES} times")
 
     def done(self) -> bool:
         goal, limit, recent = self.config.train.target_reward, self.config.train.max_steps, self.log.recent_reward
@@ -247,11 +264,11 @@ class Loop:
         (self.log.folder / "version").write_text(str(self.version))
         await self.send_weights(self.fleet)
 
-    async def send_weights(self, fleet: Fleet) -> None:
+    async def send_weights(self, fleet: Fleet, tries: int = REFIT_TRIES) -> None:
         """Gives the engines of `fleet` the trainer's weights, under the present version. What runs in them meanwhile is paused, not lost. An engine
         may die or be removed in the middle of it; then all others get the weights once more."""
         sent = False
-        for tries_left in reversed(range(REFIT_TRIES)):
+        for tries_left in reversed(range(tries)):
             try:
                 await fleet.pause("keep" if self.config.train.partial_rollout_enable else "wait")
                 if not sent:
@@ -369,7 +386,7 @@ class Loop:
         self.step, self.kl.coef = state["step"], state["kl_coef"]
         self.saved = -1 if state is self.beginning else self.step
         await self.refit()
-        self.pool.refitted(self.version, [])
+        self.dispatcher.refitted(self.version, [])
         self.loaded_step, self.loaded_version = self.step, self.version
         print(f"goes on after step {self.step}, at version {self.version}", flush=True)
 
@@ -407,7 +424,7 @@ async def train(config: Config, form: AgentForm, startup: dict[str, float] | Non
         log = MetricsLog(Path(config.run.dir), config.run.name, step_limit(config, len(prompts)))
         stack.callback(conclude, log, startup)
         evaluator = Evaluator(config, held_out, (up.kept or up).workers) if held_out else None
-        evaluations = HeldOut(config, evaluator, log, learners, up.kept.fleet if up.kept else None)
+        evaluations = HeldOut(config, evaluator, log, learners, (up.kept or up).fleet)
         kl = KlController(config.kl_coef, config.algo.kl.target, config.algo.kl.horizon)
         loop = Loop(config, pool, dispatcher, up.fleet, trainers, log, evaluations, kl, reference, critic)
         if config.ckpt.load_enable:

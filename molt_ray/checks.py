@@ -65,6 +65,8 @@ def check_prompts(c: Config) -> None:
     if c.eval.num_engines and not (held_out or c.eval.task_size):
         remedy = "needs an evaluation: give --eval.dataset or --eval.task_size, or leave it out"
         refuse("eval.num_engines", c.eval.num_engines, remedy)
+    if c.eval.num_engines and c.train.rollout_only:
+        refuse("eval.num_engines", c.eval.num_engines, "--train.rollout_only evaluates nothing: leave one of them out")
     if not data.tasks:
         if c.eval.task_size:
             refuse(

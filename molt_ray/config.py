@@ -323,7 +323,7 @@ class RolloutConfig(Section):
     """Deadline of one rollout, seconds; then the agent is cancelled or killed."""
     partial_credit: bool = False
     """A rollout at its deadline ends as truncated, with the finished turns and the turn rewards that it has (a ChatAgent's reward is then 0),
-    instead of failing and being tried again. One without a finished turn fails all the same."""
+    instead of failing and being tried again, in evaluations too. One without a finished turn fails all the same."""
     max_retries: int = Field(default=2, ge=0)
     """How often a failed rollout is tried again, and a group whose worker or engine was lost, before the prompt counts as failed."""
 

@@ -96,7 +96,8 @@ class EngineReplica:
         return self.engine.llm.get_num_unfinished_requests()
 
     async def ping(self) -> tuple[str, float]:
-        """Its id, and the seconds in which it had work."""
+        """Its id, and the seconds in which it had work. Raises when its engine is dead: Serve notices that by itself seconds later."""
+        await self.engine.health()
         return self.replica_id, self.engine.clock.seconds()
 
     async def load(self) -> tuple[str, EngineLoad]:

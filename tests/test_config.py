@@ -73,6 +73,11 @@ def test_unknown_names_and_wrong_types_in_a_recipe(tree: dict, named: str):
         ([*NEEDED, "--algo.advantage.token_estimator", "x"], "--algo.advantage.token_estimator 'x'", "turn_credit"),
         ([*NEEDED, "--algo.group_filter", "mine.py"], "--algo.group_filter 'mine.py'", "path/to/file.py:name"),
         ([*NEEDED, "--eval.num_engines", "1"], "--eval.num_engines 1", "--eval.dataset"),
+        (
+            [*NEEDED, "--eval.num_engines", "1", "--eval.dataset", "x.jsonl", "--train.rollout_only", "True"],
+            "--eval.num_engines 1",
+            "--train.rollout_only",
+        ),
         ([*NEEDED, "--actor.loss_mode", "sppo"], "--actor.loss_mode 'sppo'", "cispo, gspo, ppo"),
         ([*NEEDED, "--actor.loss_mode", "cispo"], "--actor.eps_clip_low_high", "use 0 5"),
         ([*NEEDED, "--actor.loss_mode", "gspo", "--actor.dual_clip", "3"], "--actor.dual_clip 3.0", "leave it out"),

@@ -21,6 +21,7 @@ from molt_ray.experience import Segment
 
 OPEN_TIMEOUT_S = 120.0  # a replica may be starting
 CLOSE_TIMEOUT_S = 60.0
+LOST_S = 0.5  # after an agent failed, for the word that its session's replica has died
 
 
 @dataclass
@@ -56,9 +57,11 @@ class CaptureClient:
     async def session(self, meta: dict[str, Any]) -> AsyncIterator[CaptureSession]:
         """An open session for one rollout. `meta` needs group_id; sampling (defaults of its calls) and seed are optional.
 
-        Raises CaptureError. After the block the session is closed and its segments are filled in, unless the block raised.
+        Raises CaptureError, also in place of what the block raised when its session was lost. After the block the session is closed and its
+        segments are filled in, unless the block raised.
         """
         items = self.handle.open_session.remote(meta)
+        rest: asyncio.Task[bytes] | None = None
         try:
             try:
                 opened = await asyncio.wait_for(anext(aiter(items)), OPEN_TIMEOUT_S)
@@ -66,12 +69,20 @@ class CaptureClient:
                 raise CaptureError(f"no capture session: {type(e).__name__}: {e}") from e
             session = CaptureSession(**opened)
             lease = asyncio.create_task(self.keep(session))
+            rest = asyncio.create_task(joined(items))
             try:
                 yield session
+            except Exception as e:
+                await asyncio.wait([rest], timeout=LOST_S)
+                if rest.done() and (cause := rest.exception()):
+                    raise lost(cause) from e
+                raise
             finally:
                 lease.cancel()
-            await self.close(session, items)
+            await self.close(session, rest)
         finally:
+            if rest is not None:
+                rest.cancel()
             items.cancel()
 
     async def keep(self, session: CaptureSession) -> None:
@@ -81,19 +92,28 @@ class CaptureClient:
             with contextlib.suppress(httpx.HTTPError):
                 await self.http.put(f"{session.session_url}/lease", headers=bearer(session))
 
-    async def close(self, session: CaptureSession, items: Any) -> None:
+    async def close(self, session: CaptureSession, rest: asyncio.Task[bytes]) -> None:
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 answer = await self.http.delete(session.session_url, headers=bearer(session))
-                whole = b"".join([piece async for piece in items])
+                whole = await rest
         except Exception as e:
-            raise CaptureError(f"the session was lost with its replica: {type(e).__name__}: {e}") from e
+            raise lost(e) from e
         if answer.status_code not in (
             204,
             410,
         ):  # 410: its lease ran out a moment ago; the segments are there all the same
             raise CaptureError(f"closing the session answered {answer.status_code}: {answer.text}")
         session.segments, session.breaks = pickle.loads(whole)
+
+
+async def joined(items: Any) -> bytes:
+    """What comes after the session was closed. Raises when its replica dies, also long before."""
+    return b"".join([piece async for piece in items])
+
+
+def lost(cause: BaseException) -> CaptureError:
+    return CaptureError(f"the session was lost with its replica: {type(cause).__name__}: {cause}")
 
 
 def bearer(session: CaptureSession) -> dict[str, str]:

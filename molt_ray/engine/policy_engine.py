@@ -41,6 +41,7 @@ from molt_ray.images import Image, ImageTokens
 STREAM_INTERVAL_S = (
     0.05  # a token stream costs 0.2 ms an item on the way to its reader; 20 items a second are smooth enough
 )
+WORKERS_WAIT = 2  # times the deadline of a refit, by which the transfer itself ends where it can
 Outcome = Generation | ContextTooLong | EngineError
 
 
@@ -292,11 +293,13 @@ class PolicyEngine:
 
     async def on_workers(self, step: Awaitable[None]) -> None:
         """Awaits a step that all workers take. One that raises leaves a tensor-parallel engine broken: its executor then takes the
-        answers of the other workers for those of the next call. `health` says so, and Serve replaces the engine."""
+        answers of the other workers for those of the next call. So does one that never ends any engine: NCCL may wait for ever for a trainer
+        that died. `health` says so, and Serve replaces the engine."""
         try:
-            await step
+            async with asyncio.timeout(WORKERS_WAIT * self.config.vllm.sync_timeout_s):
+                await step
         except Exception as e:
-            if self.config.vllm.tensor_parallel_size > 1:
+            if self.config.vllm.tensor_parallel_size > 1 or isinstance(e, TimeoutError):
                 self.broken = f"{type(e).__name__}: {e}"
             raise
 

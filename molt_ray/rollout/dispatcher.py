@@ -105,6 +105,7 @@ class Dispatcher:
 
     def refitted(self, version: int, trained: list[Group]) -> None:
         """The engines hold `version`: slots of `trained` are free and filled again."""
+        self._rewinding = False
         self.pool.refitted(version, trained)
         self.fill()
         self._changed.set()
@@ -119,13 +120,13 @@ class Dispatcher:
         self.failures, self.breaks = Counter(state["failures"]), Counter(state["breaks"])
 
     async def rewind(self, state: dict[str, Any], kept: int, version: int) -> None:
-        """Goes back to `state` while rollouts are under way; see `GroupPool.rewind`. What cannot be trained any more is cancelled first."""
+        """Goes back to `state` while rollouts are under way; see `GroupPool.rewind`. What cannot be trained any more is cancelled first, and
+        nothing is dispatched before `refitted`: what would be now has the abandoned version, and no room in a batch within its bound."""
         doomed = [self._calls[group_id] for group_id in self.pool.doomed(kept, version)]
         for call in doomed:
             call.cancel()
-        self._rewinding = True  # nothing takes their slots before the pool has gone back
+        self._rewinding = True  # nothing takes their slots before the engines hold the weights that the pool goes back to: see `refitted`
         await asyncio.gather(*doomed, return_exceptions=True)
-        self._rewinding = False
         for group_id in self.pool.doomed(kept, version):  # cancelled before they had begun
             self._calls.pop(group_id, None)
             self.pool.abort(group_id)
@@ -143,7 +144,7 @@ class Dispatcher:
 
     def load_metrics(self) -> dict[str, float]:
         """The limit, and what the engines did since the last call. Raises what ended the watch over them."""
-        if self._watching is not None and self._watching.done():
+        if self._watching is not None and self._watching.done() and not self._watching.cancelled():
             self._watching.result()
         return {**self.pacing.metrics(), "rollout/in_flight_limit": float(self.limit)}
 

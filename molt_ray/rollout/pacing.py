@@ -11,7 +11,8 @@ holds:
 2. It falls only after an interval in which at least half of the engines were pressed, and rises only after CALM such intervals in a row in
    which all had room and the limit was reached. Between pressure and room it stays.
 3. After a change the next one waits until what is in flight has come to the new limit, and SETTLE intervals more: its effect is seen first.
-4. What an engine says of an interval around a pause or a refit does not count: a refit itself preempts all running requests.
+4. What an engine says of an interval around a pause or a refit does not count: a refit itself preempts all running requests. Nor does what
+   any says in the first intervals after one came or went: groups that move to another engine do not find their contexts there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PREEMPTED = 0.02  # of the running requests, preempted in one interval: less cos
 LOST = 0.3  # of what earlier turns left in the cache, gone when the next turn came
 SOME_LOST = 0.1  # at most so much where there is room for more
 QUEUED = 0.5  # of an interval's steps in which requests waited
-CUT = 0.75  # of what is in flight, when engines are pressed
+CUT = 0.75  # of the most that was in flight since the last change, when engines are pressed
 RAISE = 1 / 16  # of the slots, at least one group
 CALM = 3  # intervals with room before the limit rises
 SETTLE = 2  # intervals before the next change
@@ -77,7 +78,8 @@ class Pacing:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.limit = slots
-        self.calm = 0  # intervals with room, in a row
+        self.calm = 0  # intervals with room and at the limit, in a row
+        self.most = 0  # in flight since the last change; what presses now may have been out a while ago
         self.settling = 0  # intervals until the next change
         self.last: dict[str, EngineLoad] = {}
         self.undisturbed: dict[str, int] = {}  # samples of each engine since it was last paused or refitted
@@ -90,30 +92,37 @@ class Pacing:
             return self.limit
         self.seen += intervals
         pressed = 2 * sum(interval.pressed for interval in intervals) >= len(intervals)
-        self.calm = self.calm + 1 if all(interval.roomy for interval in intervals) else 0
-        if in_flight <= self.limit:
-            self.settling = max(0, self.settling - 1)
-        if self.settling or in_flight > self.limit:
+        roomy = in_flight == self.limit and all(interval.roomy for interval in intervals)
+        self.calm = self.calm + 1 if roomy else 0
+        if in_flight > self.limit:
+            return self.limit
+        self.most = max(self.most, in_flight)
+        self.settling = max(0, self.settling - 1)
+        if self.settling:
             return self.limit
         if pressed:
-            self.change(min(round(CUT * in_flight), in_flight - 1))
-        elif self.calm >= CALM and in_flight == self.limit:
+            self.change(min(round(CUT * self.most), self.most - 1))
+        elif self.calm >= CALM:
             self.change(self.limit + max(1, int(RAISE * self.slots)))
         return self.limit
 
     def change(self, limit: int) -> None:
         self.limit = min(max(limit, 1), self.slots)
-        self.calm, self.settling = 0, SETTLE
+        self.calm, self.most, self.settling = 0, 0, SETTLE
 
     def intervals(self, loads: Mapping[str, EngineLoad]) -> list[Interval]:
         """One for each engine that was left alone since the sample before the last."""
         found = []
+        if self.last and self.last.keys() != loads.keys():
+            self.undisturbed = dict.fromkeys(loads, -SETTLE)
         for name, now in loads.items():
             last = self.last.get(name)
             # A count that fell is that of another engine under the same name.
             same = last is not None and last.version == now.version and last.steps <= now.steps
             alone = same and not last.paused and not now.paused
-            self.undisturbed[name] = self.undisturbed.get(name, 0) + 1 if alone else 0
+            self.undisturbed[name] = (
+                self.undisturbed.get(name, 0) + 1 if alone else min(self.undisturbed.get(name, 0), 0)
+            )
             if self.undisturbed[name] >= 2:
                 found.append(Interval.between(last, now))
         self.last = dict(loads)
@@ -121,9 +130,9 @@ class Pacing:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """The limit, and what the engines did since the last call, over the intervals that count; of engines nothing where there was none."""
+        """What the engines did since the last call, over the intervals that count; nothing where there was none."""
         seen, self.seen = self.seen, []
-        out = {"rollout/in_flight_limit": float(self.limit)}
+        out = {}
         if seen:
             out["engine/kv_use"] = sum(interval.kv_use for interval in seen) / len(seen)
             out["engine/preemptions"] = float(sum(interval.preemptions for interval in seen))

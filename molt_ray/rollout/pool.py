@@ -3,8 +3,8 @@
 A pure state machine, without clocks, actors or payloads. What always holds:
 
 1. One outcome per prompt and epoch (trained, filtered, or failed with its reason), however often it was retried.
-2. A batch holds finished, whole groups only, the oldest first, in the order of their dispatch, not of their ends: a run of the same
-   seed trains the same rows in the same order.
+2. A batch holds finished, whole groups only, the oldest first, in the order of their dispatch, not of their ends: strictly
+   synchronous runs of the same seed train the same rows in the same order.
 3. A group dispatched at version d is trained at a version of at most d + max_staleness: a batch is released only if all
    groups left behind can still be trained in time (earliest deadline first, `groups_per_batch` a version).
 4. Groups in flight, finished or in training never exceed (max_staleness + 1) * groups_per_batch slots. A slot is free again

@@ -8,7 +8,6 @@ use (FSDP cannot heal one rank): shut it down, start it again and load the newes
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Collection
 from typing import Any
 
@@ -105,7 +104,6 @@ class RankGroup:
 
     async def gather(self, what: str, refs: list[ray.ObjectRef], timeout_s: float) -> list[Any]:
         """The answers by rank. Raises TrainerError on the first failure or at the deadline."""
-        started = time.monotonic()
         tasks = [asyncio.ensure_future(as_coroutine(ref)) for ref in refs]
         try:
             done, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
@@ -113,10 +111,9 @@ class RankGroup:
             if failed or pending:
                 self.saving = False  # what the ranks cannot finish together any more
             if failed:
-                given_up = time.monotonic() - started >= self.config.fsdp.timeout_s
                 await asyncio.wait(tasks, timeout=GRACE_S)
                 errors = {r: e for r, t in enumerate(tasks) if t.done() and (e := t.exception())}
-                raise self.failure(what, errors, [r for r, t in enumerate(tasks) if given_up and not t.done()])
+                raise self.failure(what, errors, [r for r, t in enumerate(tasks) if not t.done()])
             if pending:
                 late = [self.name(rank) for rank, task in enumerate(tasks) if task in pending]
                 raise RankLost(f"{what}: no answer from {', '.join(late)} within {timeout_s:.0f} s")
@@ -127,9 +124,9 @@ class RankGroup:
 
     def failure(self, what: str, errors: dict[int, BaseException], silent: Collection[int] = ()) -> RunError:
         """The error to show of several: a death, if there is one, because it made the other ranks fail in their collectives; or else the silence of
-        ranks for which the others waited as long as a collective may take."""
+        ranks for which the others waited as long as a collective may take. Ranks may be silent too because they wait for one that failed."""
         rank, cause = min(errors.items(), key=lambda item: not isinstance(item[1], ray.exceptions.RayActorError))
-        if silent and not isinstance(cause, ray.exceptions.RayActorError):
+        if silent and waited_in_vain(cause):
             names = ", ".join(self.name(rank) for rank in silent)
             return RankLost(f"{what}: no answer from {names}, and {self.name(rank)} gave up waiting: {cause}")
         if isinstance(cause, LostPayload):
@@ -293,6 +290,12 @@ class CriticGroup(ScoringGroup, LearningGroup):
         plan, frames = plan_step(rows, np.zeros(len(rows)), version, self.config, self.dp_size)
         refs = self.per_rank("train_step", plan, to_datasets(frames))
         return (await self.gather("train", refs, self.deadline(plan, self.config.train.max_epochs)))[0]
+
+
+def waited_in_vain(cause: BaseException) -> bool:
+    """Whether a collective ended at its deadline. Neither gloo ("Timed out waiting …") nor NCCL ("… timeout …") has a class of error for it."""
+    last = str(cause).strip().splitlines()[-1:]
+    return any(word in line.lower() for line in last for word in ("timed out", "timeout"))
 
 
 async def as_coroutine(ref: ray.ObjectRef) -> Any:

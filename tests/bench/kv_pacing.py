@@ -5,7 +5,7 @@
 The real engine on a small model, rollouts alone. An Env of 2 to 12 turns with a context that grows by some 60 tokens a turn; 64 rollouts may be
 in flight, of which the small cache holds twelve at their longest. Each cache is run with fixed and with adapted concurrency, everything else
 alike, --seconds long; the first third, in which the limit settles, does not count. Tokens per second on the processor are those of the
-engine's process, because other work on the machine stretches those of the clock. --think-s is how long the Env takes to answer a turn: then
+engine's processes, because other work on the machine stretches those of the clock. --think-s is how long the Env takes to answer a turn: then
 most of the contexts wait between two turns, where running requests do not hold them.
 """
 
@@ -66,12 +66,12 @@ def prepare(folder: Path, think_s: float, hidden: int, layers: int) -> None:
 
 
 def engine_seconds(name: str) -> float:
-    """Processor seconds of the run's engine so far."""
+    """Processor seconds of the run's engine so far: of its replica and of vLLM's core, which is a child of that."""
     spent = 0.0
     for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error):
             if " ".join(process.info["cmdline"] or ()).startswith(f"ray::ServeReplica:{name}-engine"):
-                spent += sum(process.cpu_times()[:2])
+                spent += sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
     return spent
 
 

@@ -23,12 +23,12 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow.parquet as pq
 import ray
 
-from molt_ray.metrics import read_metrics
 from molt_ray.tiny import make_last_digit
 from tests.bench.processes import living
 
@@ -134,27 +134,44 @@ def soak(
             next_kill = time.time() + chance.expovariate(1 / every_s)
         time.sleep(0.5)
     driver.send_signal(signal.SIGTERM)
-    driver.wait(timeout=120)
+    try:
+        driver.wait(timeout=120)
+    except subprocess.TimeoutExpired:
+        driver.kill()
+        watch.ended.append("only by kill -9, two minutes after SIGTERM")
 
 
-def broken(folder: Path, watch: Watch, bound: int) -> list[str]:
-    """What should not have happened, in words."""
+def written(folder: Path) -> list[dict[str, Any]]:
+    """All lines of the run's metrics, those of steps that were done again too; a last line that was cut short is left out."""
+    whole = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in whole if line.endswith("\n")]
+
+
+def history(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The steps that count: each as it was done last, none of a life that went further than the last one came."""
+    last = {line["step"]: line for line in lines}
+    return [last[step] for step in sorted(last) if step <= lines[-1]["step"]]
+
+
+def broken(folder: Path, prompts: int, watch: Watch, bound: int) -> list[str]:
+    """What should not have happened, in words. `prompts`: in an epoch."""
     out = [f"the run ended by itself {how}" for how in watch.ended]
-    metrics = read_metrics(folder / "metrics.jsonl")
+    metrics = history(written(folder))
     trained: Counter[str] = Counter()
     for step in metrics:
         file = folder / "rollouts" / f"step-{step['step']:06d}.parquet"
-        if not file.exists():  # a kill between training and recording
-            continue
         groups = pq.read_table(file, columns=["group_id"]).to_pydict()["group_id"]
         trained.update({group.rpartition("-a")[0] for group in groups})
     out += [f"{prompt} was trained {n} times" for prompt, n in trained.items() if n > 1]
-    steps = [m["step"] for m in metrics]
-    if steps != list(range(1, len(steps) + 1)):
-        out.append("steps are missing")
+    epochs = Counter(int(prompt.partition("-")[0].removeprefix("e")) for prompt in trained)
+    closed = range(max(epochs) - 1)  # of the last two some are under way
     out += [
-        f"step {m['step']}: staleness {m['train/staleness_max']}" for m in metrics if m["train/staleness_max"] > bound
+        f"{prompts - epochs[epoch]} prompts of epoch {epoch} are lost" for epoch in closed if epochs[epoch] != prompts
     ]
+    if [m["step"] for m in metrics] != list(range(1, len(metrics) + 1)):
+        out.append("steps are missing")
+    old = [m for m in metrics if m["train/staleness_max"] > bound]
+    out += [f"step {m['step']}: staleness {m['train/staleness_max']}" for m in old]
     gap = max(m["train/logprobs_diff_max"] for m in metrics)
     if gap > 1e-2:
         out.append(f"engines and ranks disagree by {gap:.3f} nats")
@@ -162,10 +179,10 @@ def broken(folder: Path, watch: Watch, bound: int) -> list[str]:
     return out + [f"{name}: {value:.0f}" for name, value in lost.items()]
 
 
-def cost(lines: list[dict], at: float, until: float) -> tuple[float, float] | None:
+def cost(lines: list[dict[str, Any]], at: float, since: float, until: float) -> tuple[float, float] | None:
     """Of a kill: seconds until a step was finished again, and until AROUND steps in a row had FULL_SPEED of the speed of AROUND before it.
-    None where there were fewer before it, or that speed was not reached `until` the next kill."""
-    before = [m["time"] for m in lines if m["time"] < at][-AROUND - 1 :]
+    None where there were fewer `since` the kill before, or that speed was not reached `until` the next."""
+    before = [m["time"] for m in lines if since <= m["time"] < at][-AROUND - 1 :]
     after = [m["time"] for m in lines if at <= m["time"] < until]
     if len(before) <= AROUND:
         return None
@@ -178,12 +195,8 @@ def cost(lines: list[dict], at: float, until: float) -> tuple[float, float] | No
 
 def report(folder: Path, watch: Watch) -> str:
     """The tables, as Markdown."""
-    lines = [
-        json.loads(line)
-        for line in (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-        if line.endswith("\n")
-    ]
-    metrics = read_metrics(folder / "metrics.jsonl")
+    lines = written(folder)
+    metrics = history(lines)
     hours = (time.time() - watch.began) / 3600
     rollouts = sum(m["rollout/num_rollouts"] for m in metrics)
     out = [
@@ -193,9 +206,10 @@ def report(folder: Path, watch: Watch) -> str:
         "| killed | times | measured | s to the next step, median | s to full speed, median | worst |",
         "|---|---|---|---|---|---|",
     ]
-    ends = [kill.at for kill in watch.kills[1:]] + [float("inf")]
+    times = [kill.at for kill in watch.kills]
+    around = list(zip(watch.kills, [0.0, *times], [*times[1:], float("inf")], strict=False))
     for role in VICTIMS:
-        costs = [cost(lines, kill.at, end) for kill, end in zip(watch.kills, ends, strict=True) if kill.role == role]
+        costs = [cost(lines, kill.at, since, until) for kill, since, until in around if kill.role == role]
         known = [found for found in costs if found is not None]
         if known:
             first, full = ([found[i] for found in known] for i in (0, 1))
@@ -244,7 +258,8 @@ def main() -> int:
         folder = Path(scratch) / "run"
         job = command(make_last_digit(Path(scratch) / "model"), folder)
         soak(job, folder, options.minutes, options.every_s, options.sample_s, options.seed, watch)
-        table, faults = report(folder, watch), broken(folder, watch, bound=1)
+        prompts = len((Path(scratch) / "model/prompts.jsonl").read_text().splitlines())
+        table, faults = report(folder, watch), broken(folder, prompts, watch, bound=1)
     print(table, *faults, sep="\n")
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,9 @@
     python -m tests.bench.streaming [--steps 40] [--staleness 3] [--median-s 1.0]
 
 Real parts: the tiny model, one engine pinned to core 0, one trainer rank pinned to core 1. The agent sleeps in its tools, log-normally, for most of a
-rollout's time (`slept`). Three runs: strictly synchronous; rollouts alone with as many slots as the streaming run has; streaming. The bound of a step is the larger of
-generation (seconds a batch of the rollouts alone) and training (`timing/policy_train` of the synchronous run, when nothing else computes). `driver` is the CPU
-time of the job's own process, in a step.
+rollout's time (`slept`). Three runs: strictly synchronous; rollouts alone with as many slots as the streaming run has; streaming. The bound of a
+step is the larger of generation (seconds a batch of the rollouts alone) and training (`timing/policy_train` of the synchronous run, when
+nothing else computes). `driver` is the CPU time of the job's own process, in a step.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 import httpx
 import openai
@@ -11,7 +13,7 @@ import pytest_asyncio
 import ray
 from ray import serve
 
-from molt_ray.capture.client import CaptureClient
+from molt_ray.capture.client import CaptureClient, CaptureError
 from molt_ray.config import Config
 from serve_apps import capture
 
@@ -203,3 +205,13 @@ async def test_serve_s_own_route_forwards_streaming_and_knows_the_dead(client):
         await far.with_options(base_url=f"{outside}/s/forged/v1").chat.completions.create(
             model="policy", messages=[USER]
         )
+
+
+async def test_a_session_lost_with_its_replica_says_so(client):
+    """The last test: kill -9 of the only replica. What the agent makes of its broken connection is not the reason."""
+    (name,) = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if "#Capture#" in a["name"]]
+    process = await ray.get_actor(name, namespace="serve").__ray_call__.remote(lambda replica: os.getpid())
+    with pytest.raises(CaptureError, match="lost with its replica"):
+        async with asyncio.timeout(DEADLINE_S), client.session({"group_id": "g1"}) as session:
+            os.kill(process, signal.SIGKILL)
+            await openai_client(session).chat.completions.create(model="policy", messages=[USER])

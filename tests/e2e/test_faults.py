@@ -25,6 +25,7 @@ import molt_ray.trainer.group
 from graphs.lifecycle import refuse_running_name
 from molt_ray.metrics import read_metrics
 from molt_ray.rollout.dispatcher import Dispatcher, RolloutError
+from tests.bench.processes import living
 
 STORE_MB = 80  # Ray wants 75 at least
 
@@ -44,9 +45,9 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def strike(number: int, *, while_it: str, count: int) -> Callable[[object], None]:
-    """For `__ray_call__` on a trainer rank: its process gets the signal at its `count`-th gather of a parameter, or its `count`-th broadcast
-    of a bucket to the engines, of which a refit then has many."""
+def strike(number: int, *, while_it: str, count: int, process: int = 0) -> Callable[[object], None]:
+    """For `__ray_call__` on a trainer rank: `process`, or its own, gets the signal at its `count`-th gather of a parameter, or its `count`-th
+    broadcast of a bucket to the engines, of which a refit then has many."""
 
     def arm(rank: object) -> None:
         import functools
@@ -60,7 +61,7 @@ def strike(number: int, *, while_it: str, count: int) -> Callable[[object], None
 
         def fall(*arguments: object) -> object:
             if next(calls) == count:
-                os.kill(os.getpid(), number)
+                os.kill(process or os.getpid(), number)
             return go_on(*arguments)
 
         setattr(holder, name, fall)
@@ -71,17 +72,20 @@ def strike(number: int, *, while_it: str, count: int) -> Callable[[object], None
 
 def test_a_refit_broken_off_half_way(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """kill -9 of the sending rank between two buckets, kill -9 of the other in a gather of the same update, and a sender that is stopped and
-    never dies: each time the engines, which wait for the rest of the update, are let go, get all weights from the ranks' successors under
-    a new version, and every recorded token is one that its version sampled."""
-    config = configure(models["last_digit"], tmp_path / "half-way", train__max_steps=4, fsdp__timeout_s=15)
+    never dies: each time the engine, which waits for the rest of the update, is let go and gets all weights from the ranks' successors under
+    a new version. At last kill -9 of the engine between two buckets: its successor gets them, under the same version. Every recorded token
+    is one that its version sampled."""
+    config = configure(models["last_digit"], tmp_path / "half-way", train__max_steps=5, fsdp__timeout_s=15)
     monkeypatch.setattr(molt_ray.trainer.group, "GRACE_S", 8.0)
     strikes = {
-        2: (0, strike(signal.SIGKILL, while_it="broadcast", count=4)),
-        5: (1, strike(signal.SIGKILL, while_it="gather", count=5)),
-        8: (0, strike(signal.SIGSTOP, while_it="broadcast", count=4)),
+        2: (0, lambda: strike(signal.SIGKILL, while_it="broadcast", count=4)),
+        5: (1, lambda: strike(signal.SIGKILL, while_it="gather", count=5)),
+        8: (0, lambda: strike(signal.SIGSTOP, while_it="broadcast", count=4)),
+        10: (0, lambda: strike(signal.SIGKILL, while_it="broadcast", count=4, process=engine_core())),
     }
     refits = itertools.count(1)
-    refit, go_on_from = graphs.rl.TrainerGroup.refit, graphs.rl.Loop.go_on_from
+    refit, send_weights = graphs.rl.TrainerGroup.refit, graphs.rl.Loop.send_weights
+    go_on_from = graphs.rl.Loop.go_on_from
     struck: list[float] = []
     seconds: list[float] = []
     names: dict[int, int] = {}  # version under which weights were sent again: that of their checkpoint
@@ -89,32 +93,43 @@ def test_a_refit_broken_off_half_way(models: dict[str, Path], tmp_path: Path, mo
     async def striking(group, *arguments):
         if fault := strikes.get(next(refits)):
             rank, arm = fault
-            await group.actors[rank].__ray_call__.remote(arm)
+            await group.actors[rank].__ray_call__.remote(arm())
             struck.append(time.monotonic())
         return await refit(group, *arguments)
 
-    async def timed(loop, state):
+    async def timed(loop, *arguments):
+        await send_weights(loop, *arguments)
+        if len(struck) > len(seconds):
+            seconds.append(time.monotonic() - struck[-1])
+
+    async def naming(loop, state):
         await go_on_from(loop, state)
-        seconds.append(time.monotonic() - struck[-1])
         names[loop.version] = state["version"]
 
     monkeypatch.setattr(graphs.rl.TrainerGroup, "refit", striking)
-    monkeypatch.setattr(graphs.rl.Loop, "go_on_from", timed)
+    monkeypatch.setattr(graphs.rl.Loop, "send_weights", timed)
+    monkeypatch.setattr(graphs.rl.Loop, "go_on_from", naming)
     asyncio.run(graphs.rl.train(config, "env"))
     print("seconds from the fault to the next rollouts:", [round(s, 1) for s in seconds])
 
-    assert len(struck) == len(seconds) == 3
+    assert len(struck) == len(seconds) == 4 and len(names) == 3
     metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
     versions = [m["version"] for m in metrics]
-    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5]
     assert (
-        versions == sorted(set(versions)) and versions[-1] >= 10
-    )  # two for each fault: what was broken off, and the new ranks' first
-    assert metrics[-1]["prompts/trained"] == 32
+        versions == sorted(set(versions)) and versions[-1] >= 11
+    )  # two more for each fault of a rank: what was broken off, and the new ranks' first
+    assert metrics[-1]["prompts/trained"] == 40
     records, policies = records_of(config), weights_of_versions(config, tmp_path)
-    assert len(records) == 128 and len({r["prompt_id"] for r in records}) == 32
+    assert len(records) == 160 and len({r["prompt_id"] for r in records}) == 40
     policies |= {version: policies[of] for version, of in names.items()}
     assert all(largest_gap(record, policies) < 1e-3 for record in records)
+
+
+def engine_core() -> int:
+    """The process in which vLLM holds the weights."""
+    (core,) = [process.pid for role, process in living() if role == "engine core"]
+    return core
 
 
 def test_a_controller_killed_at_each_stage(models: dict[str, Path], tmp_path: Path):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -96,10 +97,51 @@ def largest_gap(record: dict, models: dict[int, torch.nn.Module]) -> float:
     return gap
 
 
+def in_replica(deployment: str, do: Callable[[object], int] = lambda replica: os.getpid()) -> int:
+    """What `do` returns in the process of the deployment's living replica; waits for its successor where Serve is still making one."""
+    for _ in range(120):
+        for name in [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if deployment in a["name"]]:
+            with contextlib.suppress(ValueError, ray.exceptions.RayActorError):
+                worker = ray.get_actor(name, namespace="serve")
+                return ray.get(worker.__ray_call__.remote(do), timeout=30)
+        time.sleep(0.5)
+    raise AssertionError(f"no {deployment}")
+
+
+def kill_capture(monkeypatch: pytest.MonkeyPatch, opening: int) -> list[int]:
+    """kill -9 of the capture replica as it opens its `opening`-th session after the first update began, while others are in use. Returns the list that
+    will hold its process."""
+
+    def arm(replica: object) -> int:
+        from molt_ray.capture.session import Sessions
+
+        open_session, calls = Sessions.open, itertools.count(1)
+
+        def fatal(sessions, meta):
+            if next(calls) == opening:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return open_session(sessions, meta)
+
+        Sessions.open = fatal
+        return os.getpid()
+
+    train = graphs.rl.TrainerGroup.train
+    killed: list[int] = []
+
+    async def arming(group, *arguments):
+        if not killed:
+            killed.append(await asyncio.to_thread(in_replica, "Capture", arm))
+        return await train(group, *arguments)
+
+    monkeypatch.setattr(graphs.rl.TrainerGroup, "train", arming)
+    return killed
+
+
 @pytest.mark.parametrize("form", ["env", "chat"])
-def test_three_asynchronous_steps(form: str, models: dict[str, Path], tmp_path: Path):
+def test_three_asynchronous_steps(form: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Ids, log-probs, versions, exactly-once prompts; one refit a step; held-out prompts between, each with a checkpoint of the weights that
-    answered; the export is the last version."""
+    answered; the export is the last version. All the same when the capture replica dies with sessions open: their rollouts are tried again."""
+    killed = kill_capture(monkeypatch, opening=20) if form == "chat" else []
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join((models["last_digit"] / "prompts.jsonl").read_text().splitlines(keepends=True)[:12]))
     agent = ROOT / f"agents/last_digit_{form}.py"
@@ -130,6 +172,11 @@ def test_three_asynchronous_steps(form: str, models: dict[str, Path], tmp_path: 
     assert len(records) == 96 and metrics[-1]["prompts/trained"] == 24
     assert len({r["prompt_id"] for r in records}) == 24
     assert sum(sum(r["action_mask"]) for r in records) == sum(m["train/action_tokens"] for m in metrics)
+
+    if form == "chat":
+        with pytest.raises(ProcessLookupError):
+            os.kill(killed[0], 0)
+        assert metrics[-1]["rollout/failed/engine_error"] > 0  # not the agents' own
 
     tokenizer = AutoTokenizer.from_pretrained(models["last_digit"])
     prompts = [json.loads(line) for line in (models["last_digit"] / "prompts.jsonl").read_text().splitlines()]
@@ -207,17 +254,6 @@ def test_reference_and_critic_take_part_and_come_back(models: dict[str, Path], t
     ]
 
 
-def replica_pid(deployment: str) -> int:
-    """The process of the deployment's living replica; waits for its successor where Serve is still making one."""
-    for _ in range(120):
-        for name in [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if deployment in a["name"]]:
-            with contextlib.suppress(ValueError, ray.exceptions.RayActorError):
-                worker = ray.get_actor(name, namespace="serve")
-                return ray.get(worker.__ray_call__.remote(lambda self: os.getpid()), timeout=30)
-        time.sleep(0.5)
-    raise AssertionError(f"no {deployment}")
-
-
 def test_an_agent_worker_killed_after_offload_and_before_reload(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -238,7 +274,7 @@ def test_an_agent_worker_killed_after_offload_and_before_reload(
 
     def kill_then_hand_over(frames):
         if len(killed) < 2:
-            os.kill(replica_pid("AgentWorker"), signal.SIGKILL)
+            os.kill(in_replica("AgentWorker"), signal.SIGKILL)
             packs = {where.ref for frame in frames for row in frame["row"] for where in row.packs.values()}
             killed.append(min(pack.nbytes for pack in ray.get(list(packs))))
         return hand_over(frames)
@@ -265,7 +301,7 @@ def test_the_only_engine_killed_mid_run_comes_back_with_the_weights(
         await send(loop, fleet)
         sent.append(loop.version)
         if len(sent) == 1:
-            os.kill(replica_pid("PolicyEngine"), signal.SIGKILL)
+            os.kill(in_replica("PolicyEngine"), signal.SIGKILL)
 
     monkeypatch.setattr(graphs.rl.Loop, "send_weights", send_then_kill)
     asyncio.run(graphs.rl.train(config, "env"))

@@ -231,6 +231,27 @@ async def test_a_limit_delays_groups_and_changes_nothing_else(monkeypatch):
     assert batches[0] == batches[1]
 
 
+async def test_nothing_is_dispatched_between_a_rewind_and_the_weights_that_it_goes_back_to(monkeypatch):
+    """A group that ends in between leaves its place empty: another at the old version would find no room in a batch within its bound."""
+    held = Held(monkeypatch)
+    d = make(config_of(batch_size=16), prompts=64)
+    state = d.state()
+    d.fill()
+    await asyncio.sleep(0.02)
+    await d.rewind(state, 0, 1)
+    out = set(d.pool.in_flight)
+    assert len(out) == d.pool.groups_per_batch
+    await held.end(1)
+    assert set(d.pool.in_flight) < out
+    d.refitted(1, [])
+    assert d.pool.free_slots == 0
+    waiting = asyncio.create_task(d.batch(1))
+    for _ in range(d.pool.slots):
+        await held.end(1)
+    assert len(await asyncio.wait_for(waiting, 10)) == d.pool.groups_per_batch
+    await d.close()
+
+
 @pytest.mark.parametrize("adapt", [True, False])
 async def test_engines_that_preempt_lower_the_limit_where_it_is_adapted(monkeypatch, adapt):
     monkeypatch.setattr(module, "SAMPLE_S", 0.01)

@@ -43,8 +43,8 @@ class Noted:
         return True
 
 
-class Kept:
-    """Engines of the evaluations' own, as the roster shows them."""
+class Engines:
+    """Those that answer, as the roster shows them."""
 
     def __init__(self) -> None:
         self.roster = Roster()
@@ -54,10 +54,13 @@ class Kept:
         return self.roster
 
 
-def make(metric: str = "eval/pass1", fleet: Kept | None = None, steps: int = -1) -> tuple[HeldOut, Slow, Noted]:
+def make(
+    metric: str = "eval/pass1", engines: Engines | None = None, kept: int = 0, steps: int = -1
+) -> tuple[HeldOut, Slow, Noted]:
     slow, noted = Slow(), Noted()
-    config = build({"ckpt": {"best_metric_key": metric}, "eval": {"steps": steps}})
-    return HeldOut(config, slow, noted, [noted], fleet), slow, noted
+    held_out = {"steps": steps, "num_engines": kept, "dataset": "held_out.jsonl"}
+    config = build({"ckpt": {"best_metric_key": metric}, "eval": held_out})
+    return HeldOut(config, slow, noted, [noted], engines or Engines()), slow, noted
 
 
 async def test_a_score_belongs_to_the_step_that_the_evaluation_began_with() -> None:
@@ -93,7 +96,7 @@ async def test_a_number_that_the_evaluation_does_not_have_ends_the_run_with_thos
 
 
 async def test_on_engines_of_their_own_only_the_refit_before_the_next_evaluation_waits() -> None:
-    held_out, slow, noted = make(fleet=Kept(), steps=4)
+    held_out, slow, noted = make(kept=1, steps=4)
     held_out.start(0, 0)
     for step in (1, 2):
         await held_out.before_refit(step)
@@ -111,12 +114,15 @@ async def test_on_engines_of_their_own_only_the_refit_before_the_next_evaluation
     assert noted.lines == [(0, 0), (4, 1)]
 
 
-async def test_an_evaluation_whose_engines_died_is_owed_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [0, 1])
+async def test_an_evaluation_whose_engines_died_is_owed_and_not_counted(
+    kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("graphs.held_out.WATCH_S", 0.01)
-    kept = Kept()
-    held_out, _, noted = make(fleet=kept)
+    engines = Engines()
+    held_out, _, noted = make(engines=engines, kept=kept)
     held_out.start(3, 0)
-    kept.roster.remove(["a"])
+    engines.roster.remove(["a"])
     await held_out.settle()  # returns although the prompts would wait for ever
     assert held_out.owed and held_out.dropped == 0 and not noted.lines
     assert len(asyncio.all_tasks()) == 1
@@ -124,3 +130,15 @@ async def test_an_evaluation_whose_engines_died_is_owed_and_not_counted(monkeypa
     assert not held_out.owed
     await held_out.close()
     assert held_out.owed  # cut short by the run itself
+
+
+async def test_an_evaluation_is_ended_when_the_wait_for_it_is() -> None:
+    """The run is told to stop while a refit waits."""
+    held_out, _, _ = make()
+    held_out.start(3, 1)
+    waiting = asyncio.create_task(held_out.settle())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await held_out.close()
+    assert held_out.owed and len(asyncio.all_tasks()) == 1

@@ -100,6 +100,32 @@ def test_a_limit_that_nobody_reaches_is_not_raised():
     assert {watched.sees(20, kv_use=0.1) for _ in range(20)} == {24}
 
 
+def test_few_stragglers_are_not_what_the_limit_is_cut_from():
+    watched = Watched(32)
+    for in_flight in (32, 32, 24, 12):
+        watched.sees(in_flight, kv_use=0.8)
+    assert watched.sees(2, **PRESSED[-1]) == 24  # of the 32 that were out, not of the 2 that are
+
+
+def test_room_counts_only_where_the_limit_is_reached():
+    watched = Watched(32)
+    watched.sees(32, **PRESSED[0])
+    for _ in range(10):
+        watched.sees(5, kv_use=0.1)
+    limits = [watched.sees(24, kv_use=0.1) for _ in range(CALM)]
+    assert limits == [24] * (CALM - 1) + [26]
+
+
+def test_what_engines_say_after_one_came_or_went_does_not_count():
+    watched = Watched(32)
+    watched.sees(32, kv_use=0.5)
+    for load in watched.loads.values():
+        both = {"0": after(load, **PRESSED[-1]), "1": IDLE}
+    for _ in range(SETTLE + 1):
+        assert watched.pacing.observe(both, 32) == 32
+        both = {name: after(load, **PRESSED[-1]) for name, load in both.items()}
+
+
 def test_one_of_many_engines_holds_the_limit_and_half_of_them_lower_it():
     for pressed, expected in ((1, 32), (2, 24)):
         watched = Watched(32, engines=4)
@@ -121,10 +147,9 @@ def test_what_a_refit_preempts_is_no_pressure_and_in_no_metric():
         after(replace(load, version=1), preemptions=60),  # they come with the first steps after it
     ):
         assert watched.pacing.observe({"0": disturbed}, 32) == 32
-    assert watched.pacing.metrics() == {"rollout/in_flight_limit": 32.0}
+    assert watched.pacing.metrics() == {}
     assert watched.pacing.observe({"0": after(disturbed, kv_use=0.5, kept=80)}, 32) == 32
     assert watched.pacing.metrics() == {
-        "rollout/in_flight_limit": 32.0,
         "engine/kv_use": 0.5,
         "engine/preemptions": 0.0,
         "engine/cached_share": 0.8,

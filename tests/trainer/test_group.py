@@ -17,7 +17,7 @@ from ranks import make_config, make_experiences
 from molt_ray.config import Config
 from molt_ray.experience import Experience, Pack, PackRef
 from molt_ray.handoff import StepPlan, plan_step, to_datasets
-from molt_ray.trainer.group import TrainerError, TrainerGroup
+from molt_ray.trainer.group import RankLost, TrainerError, TrainerGroup
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +117,13 @@ async def test_one_data_set_per_data_parallel_rank_is_asked_for(models: dict[str
     group = TrainerGroup(make_group_config(models["dense"], tmp_path), total_optimizer_steps=None)
     with pytest.raises(ValueError, match="1 data sets for 2 data-parallel ranks"):
         await group.train(StepPlan(0, []), [None])
+
+
+def test_silent_ranks_are_lost_only_where_the_others_waited_for_them(models: dict[str, Path], tmp_path: Path) -> None:
+    """A rank that fails by itself leaves the others waiting too, for ever: that is no reason to start them all again."""
+    group = TrainerGroup(make_group_config(models["dense"], tmp_path), total_optimizer_steps=None)
+    gloo = RuntimeError("[unbound_buffer.cc:129] Timed out waiting 15000ms for send operation to complete")
+    lost = group.failure("train", {1: gloo}, silent=[0])
+    assert isinstance(lost, RankLost) and f"no answer from {group.name(0)}" in str(lost)
+    own = group.failure("train", {1: RuntimeError("CUDA out of memory")}, silent=[0])
+    assert not isinstance(own, RankLost) and f"{group.name(1)} failed: CUDA out of memory" in str(own)
