@@ -2,8 +2,8 @@
 
 Guarantees: each prompt is rolled out `eval.n_samples_per_prompt` times whatever the training does meanwhile; nothing of it is trained;
 every token comes from one policy version, because the caller lets no refit of its engines happen before it has ended (a token of another
-version raises). A prompt that fails counts as failed, never as a wrong
-answer; what rollout.partial_credit makes of a late rollout is an answer.
+version raises). A prompt that fails counts as failed, never as a wrong answer; what rollout.partial_credit makes of a late rollout is an
+answer.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 from ray import serve
-from test_loop import configure, largest_gap, records_of, replica_pid, weights_of_versions
+from test_loop import configure, in_replica, largest_gap, records_of, weights_of_versions
 from transformers import AutoTokenizer
 
 import graphs.rl
@@ -57,7 +57,7 @@ def test_refits_wait_for_no_evaluation_and_each_evaluation_is_of_its_own_weights
         (told / f"evaluating-{version}").touch()
         start(evaluations, step, version, broadcast_s)
         if step == 4:
-            os.kill(replica_pid("reserved.eval-engine"), signal.SIGKILL)
+            os.kill(in_replica("reserved.eval-engine"), signal.SIGKILL)
 
     async def refit_and_tell(loop):
         await refit(loop)
