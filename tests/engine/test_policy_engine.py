@@ -15,7 +15,8 @@ from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
-from molt_ray.engine.policy_engine import messages
+from molt_ray.config import Config
+from molt_ray.engine.policy_engine import PolicyEngine, messages
 from molt_ray.engine.protocol import ContextTooLong, EngineError, GenerateRequest, Generation
 from tests.engine.reference import Reference, refit
 
@@ -225,3 +226,12 @@ async def test_stream_yields_vllm_outputs_and_closing_it_aborts(engines: Any) ->
         await anext(outputs)
         assert unfinished(engine) == 1
     assert unfinished(engine) == 0
+
+
+async def test_an_engine_whose_workers_wait_for_ever_says_that_it_is_broken():
+    """As over NCCL for a trainer that died. Serve then replaces it."""
+    engine = PolicyEngine(Config(vllm={"sync_timeout_s": 0.01}), gpu=False)
+    with pytest.raises(TimeoutError):
+        await engine.on_workers(asyncio.Event().wait())
+    with pytest.raises(EngineError, match="a step of a refit failed: TimeoutError"):
+        await engine.health()
