@@ -371,31 +371,34 @@ def test_a_stopped_job_leaves_nothing_in_the_cluster(models: dict[str, Path], tm
     raise AssertionError((serve.status().applications, names))
 
 
-@pytest.mark.parametrize("moment", ["train", "save"])  # for a refit see test_faults.py
 def test_a_killed_rank_is_replaced_and_the_run_goes_on(
-    moment: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """kill -9 of a rank while it trains or saves: the last checkpoint is loaded, the engines get its weights under a new
-    version, every prompt has one outcome, and each recorded token is one of the weights that its version had."""
-    config = configure(models["last_digit"], tmp_path / f"healed-{moment}", train__max_steps=4)
+    """kill -9 of a rank while it trains, and of another while it saves (for a refit see test_faults.py): the last checkpoint is loaded, the engines
+    get its weights under a new version, every prompt has one outcome, and each recorded token is one of the weights that its version had."""
+    config = configure(models["last_digit"], tmp_path / "healed", train__max_steps=4)
     killed: list[int] = []
-    calls = itertools.count(1)
-    call = getattr(graphs.rl.TrainerGroup, moment)
 
-    async def killing(group, *args, **kwargs):
-        if next(calls) == 3:
-            killed.append(await group.actors[1].__ray_call__.remote(lambda self: os.getpid()))
-            asyncio.get_running_loop().call_later(0.02, os.kill, killed[0], signal.SIGKILL)
-        return await call(group, *args, **kwargs)
+    def strike(moment: str, at: int) -> None:
+        calls, call = itertools.count(1), getattr(graphs.rl.TrainerGroup, moment)
 
-    monkeypatch.setattr(graphs.rl.TrainerGroup, moment, killing)
+        async def killing(group, *args, **kwargs):
+            if next(calls) == at:
+                killed.append(await group.actors[1].__ray_call__.remote(lambda self: os.getpid()))
+                asyncio.get_running_loop().call_later(0.02, os.kill, killed[-1], signal.SIGKILL)
+            return await call(group, *args, **kwargs)
+
+        monkeypatch.setattr(graphs.rl.TrainerGroup, moment, killing)
+
+    strike("train", 2)
+    strike("save", 3)
     asyncio.run(graphs.rl.train(config, "env"))
 
-    assert killed
+    assert len(killed) == 2
     metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
     assert [m["step"] for m in metrics] == [1, 2, 3, 4]
     versions = [m["version"] for m in metrics]
-    assert versions == sorted(set(versions)) and versions[-1] > 4  # one more, the refit after the restart
+    assert versions == sorted(set(versions)) and versions[-1] > 5  # two more, the refits after the restarts
     assert metrics[-1]["prompts/trained"] == 32
     assert all(m["train/staleness_max"] <= 1 and m["train/logprobs_diff_max"] < 1e-3 for m in metrics)
     records = records_of(config)
