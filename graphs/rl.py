@@ -183,9 +183,8 @@ class Loop:
         except (RefitFailed, RayError, TimeoutError) as e:
             if not held_out.apart:
                 raise
-            if (
-                patient or (await held_out.engines()).members
-            ):  # else they died, and their successors are asked after the next step
+            # If none lives they died, and their successors are asked after the next step.
+            if patient or (await held_out.engines()).members:
                 held_out.drop(self.step, str(e))
             return
         held_out.start(self.step, self.version, time.monotonic() - begun)

@@ -134,15 +134,14 @@ class MetricsLog:
         return draw_curve(self.file, self.folder / "reward.png")
 
 
+def written(path: Path) -> list[dict[str, Any]]:
+    """All lines of a metrics.jsonl, also those of steps that were done again. A last line that a crash cut short is left out."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a step that a resumed run did again counts as it was done last. A last line that a crash cut
-    short is left out."""
-    records = {}
-    for line in path.read_text().splitlines(keepends=True):
-        if not line.endswith("\n"):
-            continue
-        record = json.loads(line)
-        records[record["step"]] = record
+    """The records of a metrics.jsonl; a step that a resumed run did again counts as it was done last."""
+    records = {record["step"]: record for record in written(path)}
     return [records[step] for step in sorted(records)]
 
 

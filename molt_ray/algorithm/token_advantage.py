@@ -25,9 +25,7 @@ class TokenBatch:
     values: torch.Tensor  # float64 [N]: stage (i), the segment's or the turn's value at each token
     chain: Chain  # which tokens are whose, and how segments follow one another
     logp: torch.Tensor | None = None  # float32 [N]: under the trainer before the batch's first update, where needed
-    penalty: torch.Tensor | None = (
-        None  # float64 [N]: coefficient · KL to the reference, where it is part of the reward
-    )
+    penalty: torch.Tensor | None = None  # float64 [N]: coefficient · KL to the reference, where part of the reward
     critic: torch.Tensor | None = None  # float64 [N]: the critic's value of the context before each token
     generalised: torch.Tensor | None = None  # float64 [N]: `gae_advantages`, where there is a critic
 

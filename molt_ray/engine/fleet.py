@@ -209,27 +209,25 @@ class Fleet:
 
     async def answering(self) -> list[str]:
         """Ids of the replicas that Serve reaches now; notes how long each had work."""
-        try:
-            results = await asyncio.wait_for(
-                self.handle.broadcast("ping").results_async(return_exceptions=True), self.config.vllm.sync_timeout_s
-            )
-        except (TimeoutError, DeploymentUnavailableError):
+        heard = await self.asked("ping", self.config.vllm.sync_timeout_s)
+        if heard is None:
             return []
-        self.busy |= (heard := dict(result for result in results if not isinstance(result, Exception)))
+        self.busy |= heard
         self.answered = len(heard)
         return list(heard)
 
     async def loads(self) -> dict[str, EngineLoad]:
-        """What each engine that Serve reaches has before it, by id; none when they do not answer. May be asked at any time, beside what
-        else is under way."""
-        if self.handle is None:
-            return {}
+        """What each engine that Serve reaches has before it, by id. May be asked at any time, beside what else is under way."""
+        return (await self.asked("load", ACTOR_S) if self.handle is not None else None) or {}
+
+    async def asked(self, question: str, timeout_s: float) -> dict[str, Any] | None:
+        """The answers of the replicas that Serve reaches, by id, without those that raise; None when there is no answer in time."""
         try:
             results = await asyncio.wait_for(
-                self.handle.broadcast("load").results_async(return_exceptions=True), ACTOR_S
+                self.handle.broadcast(question).results_async(return_exceptions=True), timeout_s
             )
         except (TimeoutError, DeploymentUnavailableError):
-            return {}
+            return None
         return dict(result for result in results if not isinstance(result, Exception))
 
 

@@ -203,9 +203,8 @@ class Dispatcher:
 
     def _finished(self, group: Group, rows: list[Row]) -> None:
         self._failed_in_a_row.clear()
-        rows.sort(
-            key=lambda row: (row.rollout_id, row.segment)
-        )  # a large group comes in parts, in the order of their ends
+        # A large group comes in parts, in the order of their ends.
+        rows.sort(key=lambda row: (row.rollout_id, row.segment))
         try:
             reason = self.keep(rows) if any(row.action_tokens for row in rows) else "no_action_tokens"
         except Exception as e:  # of the user's own filter: every group would go the same way

@@ -131,9 +131,8 @@ class TrainerRank(LearningRank):
         from molt_ray.trainer.learner import Learner
         from molt_ray.trainer.weights import CheckpointWeights, SharedIteration
 
-        self.senders: dict[
-            str, Any
-        ] = {}  # rank 0: by run name of engines; made at their first refit, each keeps its transfer group
+        # Rank 0: by run name of engines; made at their first refit, each keeps its transfer group.
+        self.senders: dict[str, Any] = {}
         self.learner = Learner(self.config, self.mesh, self.total_steps)
         self.weights = CheckpointWeights(self.learner.model, self.learner.dtype)
         self.shared = SharedIteration(self.weights)

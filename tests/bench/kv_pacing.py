@@ -29,6 +29,7 @@ from molt_ray.command_line import build
 from molt_ray.config import Config
 from molt_ray.metrics import read_metrics
 from molt_ray.tiny import byte_tokenizer, save
+from tests.bench.processes import living
 
 TURN_TOKENS = 24
 GROUPS, SAMPLES, STALENESS = 4, 4, 3  # of a batch, of a group; four batches are in flight
@@ -65,13 +66,13 @@ def prepare(folder: Path, think_s: float, hidden: int, layers: int) -> None:
     (folder / "agent.py").write_text(AGENT.format(think_s=think_s))
 
 
-def engine_seconds(name: str) -> float:
-    """Processor seconds of the run's engine so far: of its replica and of vLLM's core, which is a child of that."""
+def engine_seconds() -> float:
+    """Processor seconds of the run's engine so far: of its replica and of vLLM's core."""
     spent = 0.0
-    for process in psutil.process_iter(["cmdline"]):
-        with contextlib.suppress(psutil.Error):
-            if " ".join(process.info["cmdline"] or ()).startswith(f"ray::ServeReplica:{name}-engine"):
-                spent += sum(sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
+    for role, process in living():
+        if role in ("engine replica", "engine core"):
+            with contextlib.suppress(psutil.Error):
+                spent += sum(process.cpu_times()[:2])
     return spent
 
 
@@ -85,7 +86,7 @@ async def run_for(config: Config, seconds: float) -> list[tuple[float, float]]:
         await asyncio.sleep(1.0)
     spent = []
     for _ in range(int(seconds)):
-        spent.append((time.time(), engine_seconds(config.run.name)))
+        spent.append((time.time(), engine_seconds()))
         if (await asyncio.wait([run], timeout=1.0))[0]:
             run.result()
             raise RuntimeError("the prompts were used up before the time was")

@@ -1,6 +1,6 @@
 """A long run at full speed whose parts are killed at random: what comes through, what a kill costs, what the memory of each process does.
 
-    python -m tests.bench.soak --minutes 60 --out docs/asynchrony/soak
+    python -m tests.bench.soak --minutes 60 --out docs/asynchrony
 
 The last-digit job by a ChatAgent on a cluster of its own; every --every-s seconds on average kill -9 ends an agent worker, a capture replica, the
 engine, a rank or the driver, whose command is then given again. Each living process's own memory (USS) is sampled. At the end: a table of the kills, with
@@ -11,7 +11,6 @@ prompt was trained twice or lost, a token was older than the bound, or the run e
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -29,6 +28,8 @@ import psutil
 import pyarrow.parquet as pq
 import ray
 
+from molt_ray.metrics import written
+from molt_ray.record import record_file
 from molt_ray.tiny import make_last_digit
 from tests.bench.processes import living
 
@@ -141,12 +142,6 @@ def soak(
         watch.ended.append("only by kill -9, two minutes after SIGTERM")
 
 
-def written(folder: Path) -> list[dict[str, Any]]:
-    """All lines of the run's metrics, those of steps that were done again too; a last line that was cut short is left out."""
-    whole = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in whole if line.endswith("\n")]
-
-
 def history(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The steps that count: each as it was done last, none of a life that went further than the last one came."""
     last = {line["step"]: line for line in lines}
@@ -156,11 +151,10 @@ def history(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def broken(folder: Path, prompts: int, watch: Watch, bound: int) -> list[str]:
     """What should not have happened, in words. `prompts`: in an epoch."""
     out = [f"the run ended by itself {how}" for how in watch.ended]
-    metrics = history(written(folder))
+    metrics = history(written(folder / "metrics.jsonl"))
     trained: Counter[str] = Counter()
     for step in metrics:
-        file = folder / "rollouts" / f"step-{step['step']:06d}.parquet"
-        groups = pq.read_table(file, columns=["group_id"]).to_pydict()["group_id"]
+        groups = pq.read_table(record_file(folder, step["step"]), columns=["group_id"]).to_pydict()["group_id"]
         trained.update({group.rpartition("-a")[0] for group in groups})
     out += [f"{prompt} was trained {n} times" for prompt, n in trained.items() if n > 1]
     epochs = Counter(int(prompt.partition("-")[0].removeprefix("e")) for prompt in trained)
@@ -195,7 +189,7 @@ def cost(lines: list[dict[str, Any]], at: float, since: float, until: float) -> 
 
 def report(folder: Path, watch: Watch) -> str:
     """The tables, as Markdown."""
-    lines = written(folder)
+    lines = written(folder / "metrics.jsonl")
     metrics = history(lines)
     hours = (time.time() - watch.began) / 3600
     rollouts = sum(m["rollout/num_rollouts"] for m in metrics)

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
-from ray import serve
+from clusters import started
 from test_loop import configure, largest_gap, records_of, weights_of_versions
 
 import graphs.rl
@@ -22,10 +21,8 @@ STEPS = 400  # more than it takes
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "1"  # ten times as often as Serve's own
-    ray.init(address="local", num_cpus=3, include_dashboard=False, namespace="molt", log_to_driver=False)
-    yield
-    serve.shutdown()
-    ray.shutdown()
+    with started(num_cpus=3):
+        yield
     del os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"]
 
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from clusters import started
 from ray import serve
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
-from test_loop import HERE, configure, flags_of, largest_gap, records_of, weights_of_versions
+from test_loop import HERE, configure, configure_long, flags_of, largest_gap, records_of, weights_of_versions
 
 import graphs.rl
 import molt_ray.trainer.group
@@ -32,17 +33,8 @@ STORE_MB = 80  # Ray wants 75 at least
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=STORE_MB << 20,
-        include_dashboard=False,
-        namespace="molt",
-        log_to_driver=False,
-    )
-    yield
-    serve.shutdown()
-    ray.shutdown()
+    with started(num_cpus=2, object_store_memory=STORE_MB << 20):
+        yield
 
 
 def strike(number: int, *, while_it: str, count: int, process: int = 0) -> Callable[[object], None]:
@@ -171,17 +163,7 @@ def test_a_controller_killed_at_each_stage(models: dict[str, Path], tmp_path: Pa
 def test_a_full_object_store(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A store that others fill, but for a megabyte: Ray writes the packs to disk and reads them again, the slots bound what lies there, and the run
     trains all that it would have trained."""
-    data = tmp_path / "prompts.jsonl"
-    data.write_text("".join(json.dumps({"input": f"town {i}", "label": ""}) + "\n" for i in range(24)))
-    config = configure(
-        models["dense"],
-        tmp_path / "full",
-        data__prompt_dataset=data,
-        data__max_len=1500,
-        rollout__max_new_tokens=8,
-        rollout__n_samples_per_prompt=8,
-        train__agent_path=HERE / "agents/long_context.py",
-    )
+    config = configure_long(models["dense"], tmp_path / "full", prompts=24)
     # Memory that is being read cannot be written to disk.
     held = ray.get([ray.put(np.zeros(1 << 20, np.uint8)) for _ in range(STORE_MB - 1)])
     before = store_stats()

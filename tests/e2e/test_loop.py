@@ -65,6 +65,15 @@ def configure(model: Path, folder: Path, **options: object) -> Config:
     return parse(flags_of(model, folder, **options))
 
 
+def configure_long(model: Path, folder: Path, prompts: int, **options: object) -> Config:
+    """Rollouts of two turns over a long observation: packs that Ray does not inline."""
+    data = folder.parent / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"input": f"town {i}", "label": ""}) + "\n" for i in range(prompts)))
+    shape = {"data__max_len": 1500, "rollout__max_new_tokens": 8, "rollout__n_samples_per_prompt": 8}
+    agent = HERE / "agents/long_context.py"
+    return configure(model, folder, data__prompt_dataset=data, train__agent_path=agent, **shape, **options)
+
+
 def records_of(config: Config) -> list[dict]:
     files = sorted((Path(config.run.dir) / "rollouts").glob("*.parquet"))
     return [record for file in files for record in pq.read_table(file).to_pylist()]
@@ -258,18 +267,7 @@ def test_an_agent_worker_killed_after_offload_and_before_reload(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Packs over 100 KB are the driver's: the ranks read them after kill -9 of the worker that made them."""
-    data = tmp_path / "prompts.jsonl"
-    data.write_text("".join(json.dumps({"input": f"town {i}", "label": ""}) + "\n" for i in range(40)))
-    config = configure(
-        models["dense"],
-        tmp_path / "killed",
-        data__prompt_dataset=data,
-        data__max_len=1500,
-        rollout__max_new_tokens=8,
-        rollout__n_samples_per_prompt=8,
-        train__agent_path=HERE / "agents/long_context.py",
-        train__max_staleness=0,
-    )
+    config = configure_long(models["dense"], tmp_path / "killed", prompts=40, train__max_staleness=0)
     killed = []
 
     def kill_then_hand_over(frames):

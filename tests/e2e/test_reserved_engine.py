@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 import torch
+from clusters import started
 from ray import serve
 from test_loop import configure, in_replica, largest_gap, records_of, weights_of_versions
 from transformers import AutoTokenizer
@@ -23,10 +23,8 @@ STEPS = 6
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=3, include_dashboard=False, namespace="molt", log_to_driver=False)
-    yield
-    serve.shutdown()
-    ray.shutdown()
+    with started(num_cpus=3):
+        yield
 
 
 def test_refits_wait_for_no_evaluation_and_each_evaluation_is_of_its_own_weights(
