@@ -5,18 +5,21 @@ Thin: what an engine does is in molt_ray/engine/policy_engine.py. Here: how many
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
+from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from molt_ray.config import Config, VllmConfig
 from molt_ray.engine import scaling
 from molt_ray.engine.arguments import cpu_environment
 from molt_ray.engine.last_error import last_error
-from molt_ray.engine.roster import NAMESPACE, SERVE, actor_name
+from molt_ray.engine.roster import NAMESPACE, SERVE, RefitFailed, actor_name
 from molt_ray.resources import ENGINE_CPUS
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ class EngineReplica:
     async def __init__(self, config: Config, gpu: bool) -> None:
         self.replica_id = serve.get_replica_context().replica_id.unique_id
         self.engine: PolicyEngine | None = None
+        self.left = False  # the roster has struck it off
         self.roster = ray.get_actor(actor_name(config.run.name), namespace=NAMESPACE)
         try:
             from molt_ray.engine.policy_engine import PolicyEngine  # 8 to 12 s: vllm and torch
@@ -50,6 +54,7 @@ class EngineReplica:
         actor = ray.get_runtime_context().get_actor_name()
         if not await self.roster.register.remote(self.replica_id, actor, config.vllm.tensor_parallel_size):
             await self.wait_for_weights()
+        self.leave_taking = asyncio.ensure_future(self.take_leave())
 
     async def wait_for_weights(self) -> None:
         """Takes part in the next refit by way of the Roster: Serve reaches no replica that is still in its constructor."""
@@ -64,6 +69,20 @@ class EngineReplica:
             except Exception as e:
                 answer = plain(e)
             await self.roster.answer.remote(call.number, answer)
+
+    async def take_leave(self) -> None:
+        """Once the roster has struck it off it finishes what it has under the weights that it holds: the controls of a refit do not reach it any
+        more, so what one had paused would stay so. With parts of two versions, or broken, it dies, and what it has is tried on another."""
+        while not self.left:
+            try:
+                self.left = await self.roster.next_call.remote(self.replica_id) is not None
+            except ActorUnavailableError:  # a break in the network
+                await asyncio.sleep(1)
+            except RayActorError:  # the roster ends with its run
+                return
+        if self.engine.mixed or self.engine.broken:
+            os._exit(1)
+        await self.engine.resume()
 
     # ---- for EngineClient and Capture ----
 
@@ -113,6 +132,8 @@ class EngineReplica:
 
     async def do(self, method: str, arguments: dict[str, Any]) -> int:
         engine = self.engine
+        if self.left:
+            raise RefitFailed("struck off the roster")
         methods = {
             "pause": engine.pause,
             "resume": engine.resume,

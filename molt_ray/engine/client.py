@@ -17,7 +17,7 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from molt_ray.engine.image_sender import ImageSender
-from molt_ray.engine.protocol import DEPLOYMENT, MESSAGE_TOKENS, EngineError, GenerateRequest, Generation
+from molt_ray.engine.protocol import DEPLOYMENT, MESSAGE_TOKENS, EngineError, GenerateRequest, Generation, ImageGone
 from molt_ray.handles import call_apart
 from molt_ray.images import Image, ImageError, ImageTokens
 
@@ -93,8 +93,12 @@ class EngineClient:
         try:
             handle = self.handle.options(stream=True, session_id=group_id)
             stream = call_apart(handle.generate_many, [pending.request for pending in batch])
+            for pending in batch:
+                pending.future.add_done_callback(lambda future: end_unless_wanted(stream, batch))
             async for outcomes in stream:
                 for index, outcome in outcomes:
+                    if isinstance(outcome, ImageGone):
+                        self.sender.forget(group_id)
                     settle(batch[index].future, outcome)
             lost: Exception = EngineError("the engine ended the call without an outcome for this request")
         except Exception as e:
@@ -114,6 +118,13 @@ class EngineClient:
         ):  # an engine that is gone runs nothing any more
             call = self.handle.broadcast("abort", request_ids).results_async(return_exceptions=True)
             await asyncio.wait_for(call, ABORT_S)
+
+
+def end_unless_wanted(stream: Any, batch: list[Pending]) -> None:
+    """Cancels a call for whose answers nobody waits any more: the word to all replicas does not reach one that is leaving."""
+    if all(pending.future.done() for pending in batch) and any(pending.future.cancelled() for pending in batch):
+        with contextlib.suppress(Exception):  # it raises what the call had come to
+            stream.cancel()
 
 
 def answered(future: asyncio.Future[Generation]) -> bool:

@@ -7,12 +7,14 @@ replicas that died or are being removed are struck off the roster before, never 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import Any, Literal
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import DeploymentUnavailableError
 
@@ -45,8 +47,6 @@ class Fleet:
         self.handle: Any = None
         self.busy: dict[str, float] = {}  # seconds in which each engine had work, when it was last asked
         self.answered = 0  # engines, when they were last asked
-        vllm = config.vllm
-        self.scales = (vllm.max_engines or vllm.num_engines) > vllm.num_engines
 
     # ---- up and down ----
 
@@ -113,6 +113,7 @@ class Fleet:
         finally:
             await hang_up(handle)
             if self.actor is not None:
+                await asyncio.to_thread(end_leaving, self.app)
                 await asyncio.to_thread(serve.delete, self.app)
                 ray.kill(self.actor)
                 self.actor = None
@@ -163,8 +164,7 @@ class Fleet:
         while True:
             roster = await self.roster()
             gone = [name for name, member in roster.members.items() if not alive(member.actor)]
-            if self.scales:
-                gone += set(await asyncio.to_thread(leaving, self.app)) & set(roster.members)
+            gone += set(await asyncio.to_thread(leaving, self.app)) & set(roster.members)
             if not gone:
                 return roster
             await asyncio.wait_for(self.actor.remove.remote(gone), ACTOR_S)
@@ -240,8 +240,20 @@ def alive(actor: str) -> bool:
     return True
 
 
-def leaving(app: str) -> list[str]:
-    """Replicas that finish their requests and take no more. Serve tells this in the details behind its dashboard alone."""
-    details = _get_global_client().get_serve_details()["applications"].get(app, {"deployments": {}})
+def leaving(app: str) -> dict[str, str]:
+    """Replicas that finish their requests and take no more, each with its actor: Serve scales down, drains their node, or found them unhealthy. It tells
+    this in the details behind its dashboard alone. None while its controller does not answer."""
+    try:
+        asked = _get_global_client()._controller.get_serve_instance_details.remote()
+        details = ray.get(asked, timeout=ACTOR_S)["applications"].get(app, {"deployments": {}})
+    except RayError:
+        return {}
     found = [replica for deployment in details["deployments"].values() for replica in deployment["replicas"]]
-    return [replica["replica_id"] for replica in found if replica["state"] == "STOPPING"]
+    return {replica["replica_id"]: replica["actor_name"] for replica in found if replica["state"] == "STOPPING"}
+
+
+def end_leaving(app: str) -> None:
+    """Kills those: at the end of a run nobody waits for what they finish, no abort reaches them, and Serve would wait for it."""
+    for actor in leaving(app).values():
+        with contextlib.suppress(ValueError):  # it has ended by itself
+            ray.kill(ray.get_actor(actor, namespace=SERVE_NAMESPACE))

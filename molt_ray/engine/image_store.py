@@ -17,7 +17,7 @@ from vllm.inputs import TokensPrompt
 from vllm.inputs.engine import mm_input, tokens_input
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 
-from molt_ray.engine.protocol import EngineError
+from molt_ray.engine.protocol import ImageGone
 from molt_ray.images import Image, ImageTokens, PlacedImage
 
 CAPACITY_BYTES = 2 << 30  # of processed features; the least recently used go
@@ -73,13 +73,13 @@ class ImageStore:
             self.nbytes -= gone.nbytes
 
     def prompt(self, ids: Sequence[int], images: Sequence[PlacedImage]) -> Any:
-        """The ids as vLLM's engine input. Raises EngineError for an image that was not added, or no longer is there."""
+        """The ids as vLLM's engine input. Raises ImageGone for an image that was not added, or no longer is there."""
         if not images:
             return tokens_input(list(ids))
         held = []
         for placed in images:
             if placed.digest not in self.held:
-                raise EngineError(f"image {placed.digest} is not in this engine")
+                raise ImageGone(f"image {placed.digest} is not in this engine")
             self.held.move_to_end(placed.digest)
             held.append(self.held[placed.digest])
         places = [

@@ -34,6 +34,7 @@ from molt_ray.engine.protocol import (
     EngineLoad,
     GenerateRequest,
     Generation,
+    ImageGone,
 )
 from molt_ray.engine.survivors import Listed, flat_survivors
 from molt_ray.images import Image, ImageTokens
@@ -54,6 +55,7 @@ class PolicyEngine:
         self.version = 0  # 0: the checkpoint's weights
         self.broken = ""
         self.updating = False  # an update was begun and has not ended
+        self.mixed = False  # one was begun and did not end well: it may hold parts of two versions
         self.steps = asyncio.Lock()  # of a refit: those of a trainer that died may still run when its successor's come
         self.clock = BusyClock()
         self.llm: AsyncLLM
@@ -157,6 +159,8 @@ class PolicyEngine:
                 async with aclosing(self.llm.generate(prompt, params, request.request_id)) as outputs:
                     async for output in outputs:  # noqa: B007
                         pass
+        except ImageGone:
+            raise
         except Exception as e:
             raise EngineError(f"request {request.request_id}: {type(e).__name__}: {e}") from e
         if output is None:
@@ -262,7 +266,7 @@ class PolicyEngine:
         async with self.steps:
             if self.updating:
                 await self.end_update()
-            self.updating = True
+            self.updating = self.mixed = True
             await self.update_step(self.llm.start_weight_update())
 
     async def receive_update(self, update_info: dict[str, Any]) -> None:
@@ -278,7 +282,7 @@ class PolicyEngine:
         """Puts the new weights into use; tokens sampled from now on carry `version`."""
         async with self.steps:
             await self.end_update(str(version))
-            self.version = version
+            self.version, self.mixed = version, False
 
     async def end_update(self, version: str | None = None) -> None:
         await self.on_workers(self.llm.finish_weight_update(weight_version=version))

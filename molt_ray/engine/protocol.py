@@ -31,6 +31,10 @@ class EngineError(RuntimeError):
     """A model call that the engine could not finish: it died, refused the request, or missed the deadline."""
 
 
+class ImageGone(EngineError):
+    """A prompt shows an image that the engine does not hold: it has come in the place of the one that did, or needed the room."""
+
+
 @dataclass(slots=True)
 class Generation:
     """One finished model call: ids in, ids out."""

@@ -39,7 +39,7 @@ class Member:
 
 @dataclass(slots=True)
 class Call:
-    """A step of a refit for a replica that waits in its constructor, where Serve does not reach it."""
+    """What a replica has to do that Serve does not reach: a step of a refit while it waits in its constructor, or its leave."""
 
     number: int
     method: str
@@ -47,6 +47,7 @@ class Call:
 
 
 SERVE = "serve"  # the method of a Call that ends the waiting
+LEAVE = "leave"  # of one to a replica that was struck off while it lives
 
 
 @dataclass(slots=True)
@@ -131,7 +132,7 @@ def collect(results: list[Any]) -> dict[str, Any]:
 
 
 class RosterActor:
-    """The Roster as an asynchronous Ray actor, with a letter box for replicas that wait in their constructor."""
+    """The Roster as an asynchronous Ray actor, with a letter box for each replica."""
 
     def __init__(self) -> None:
         self.roster = Roster()
@@ -150,7 +151,7 @@ class RosterActor:
         self.roster.failures.append(f"{replica_id}: {error}")
 
     async def next_call(self, replica_id: str) -> Call | None:
-        """What a waiting replica has to do next; None after POLL_S without anything: ask again."""
+        """What a replica that Serve does not reach has to do next; None after POLL_S without anything: ask again."""
         try:
             return await asyncio.wait_for(self.calls[replica_id].get(), POLL_S)
         except TimeoutError:
@@ -177,6 +178,9 @@ class RosterActor:
             self.post(replica_id, SERVE, {})
 
     async def remove(self, replica_ids: list[str]) -> None:
+        """Strikes off replicas that are gone, and those that finish what they have."""
+        for replica_id in set(replica_ids) & set(self.roster.members):
+            self.post(replica_id, LEAVE, {})
         self.roster.remove(replica_ids)
 
     async def call_waiting(self, calls: dict[str, tuple[str, dict[str, Any]]], timeout_s: float) -> dict[str, Any]:

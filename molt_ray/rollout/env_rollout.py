@@ -19,7 +19,7 @@ from molt_ray.capture.fetch import ImageSource
 from molt_ray.capture.template import HfTemplate
 from molt_ray.capture.tree import Placement, SampledTurn, TokenTree
 from molt_ray.config import Config
-from molt_ray.engine.protocol import ContextTooLong, Engine, GenerateRequest, Generation
+from molt_ray.engine.protocol import ContextTooLong, Engine, GenerateRequest, Generation, ImageGone
 from molt_ray.images import ImageError, held_part, is_image, with_images
 from molt_ray.rollout.attempt import (
     Attempt,
@@ -150,7 +150,9 @@ class EnvRollout:
             images=placement.prompt_images,
         )
         try:
-            generation = await self.engine.generate(request, group_id=self.attempt.task.group_id)
+            generation = await self.answer(request)
+        except RolloutFailed:
+            raise
         except ContextTooLong as e:
             raise RolloutFailed("context_too_long", str(e)) from e
         except Exception as e:
@@ -159,6 +161,14 @@ class EnvRollout:
             raise RolloutFailed("engine_error", f"the engine ended the turn with {generation.finish_reason!r}")
         turn.extend(generation.token_ids, generation.logprobs, generation.survivors())
         return generation, turn
+
+    async def answer(self, request: GenerateRequest) -> Generation:
+        """The engine's. Where the group has another one now, that is shown the images first."""
+        try:
+            return await self.engine.generate(request, group_id=self.attempt.task.group_id)
+        except ImageGone:
+            await self.seen.show_again()
+            return await self.engine.generate(request, group_id=self.attempt.task.group_id)
 
     def turn_sampling(self, remaining: int) -> dict[str, Any]:
         """The current settings with this turn's seed, and its token limits within the budget."""

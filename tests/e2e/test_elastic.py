@@ -12,6 +12,7 @@ from clusters import started
 from test_loop import configure, largest_gap, records_of, weights_of_versions
 
 import graphs.rl
+from molt_ray.engine.fleet import Fleet, leaving
 from molt_ray.metrics import read_metrics
 
 HERE = Path(__file__).parent
@@ -28,7 +29,7 @@ def cluster() -> Iterator[None]:
 
 def test_one_engine_two_engines_one_engine(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Requests that wait bring a second engine, which serves with the weights of the refit that let it in; when none wait any more one
-    goes, and what it had under way is finished. No rollout is lost, and every token is one that its version sampled."""
+    goes, and what it had under way is finished, though a refit had just paused it. No rollout is lost, and every token is one that its version sampled."""
     quiet = tmp_path / "quiet"
     config = configure(
         models["last_digit"],
@@ -52,10 +53,25 @@ def test_one_engine_two_engines_one_engine(models: dict[str, Path], tmp_path: Pa
             quiet.touch()
         return seen[-3:] == [1, 2, 1] or loop.step >= STEPS
 
+    pause = Fleet.pause
+    left: list[str] = []  # while they were paused
+
+    async def until_one_leaves(fleet: Fleet, mode: str) -> dict[str, float]:
+        """A pause in which no request waits ends, once, with an engine on its leave, and with all rollouts' requests in the engines."""
+        took = await pause(fleet, mode)
+        loads = (await fleet.loads()).values()
+        if not left and len(loads) == 2 and not any(load.waiting for load in loads):
+            await asyncio.sleep(8)  # longer than a rollout waits before its request
+            while not leaving(fleet.app):  # noqa: ASYNC110 - Serve has no event for us
+                await asyncio.sleep(0.5)
+            left.extend(leaving(fleet.app))
+        return took
+
+    monkeypatch.setattr(Fleet, "pause", until_one_leaves)
     monkeypatch.setattr(graphs.rl.Loop, "done", watching)
     asyncio.run(graphs.rl.train(config, "env"))
 
-    assert seen[-3:] == [1, 2, 1]
+    assert seen[-3:] == [1, 2, 1] and len(left) == 1
     metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
     assert {m["engines"] for m in metrics} == {1, 2}
     assert all(m["train/staleness_max"] <= 1 and m["train/logprobs_diff_max"] < 1e-3 for m in metrics)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pictures import picture
 
-from molt_ray.engine.protocol import EngineError, GenerateRequest
+from molt_ray.engine.protocol import GenerateRequest, ImageGone
 from molt_ray.images import Image, ImageTokens, expanded
 from tests.engine.reference import Reference, refit
 
@@ -128,7 +128,7 @@ async def test_an_image_that_the_engine_does_not_hold_is_an_error_of_that_reques
     (written,) = await added(engine, [ONE])
     _, placed = expanded(list(written.written), [written])
     stranger = [type(placed[0])("none", 0, placed[0].length)]
-    with pytest.raises(EngineError, match="image none is not in this engine"):
+    with pytest.raises(ImageGone, match="image none is not in this engine"):
         await engine.generate(GenerateRequest("x", list(written.ids), SAMPLING, images=stranger))
     await engine.health()
 

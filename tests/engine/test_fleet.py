@@ -240,7 +240,20 @@ async def test_after_a_failed_transfer_engines_stay_paused_until_one_succeeds(fl
     assert max(await gaps(fleet, trainer)) < 1e-4
 
 
-async def test_a_replica_that_dies_is_replaced_and_waits_for_the_next_weights(fleet: Fleet, trainer: Any) -> None:
+async def test_a_broken_replica_leaves_and_its_successor_waits_for_the_next_weights(fleet: Fleet, trainer: Any) -> None:
+    """Serve waits for the requests of one that it finds unhealthy: paused as they are they would never end. It dies once it is off the roster."""
+
+    def break_engine(replica: object) -> None:
+        from molt_ray.engine.policy_engine import PolicyEngine
+
+        health = PolicyEngine.health
+
+        async def broken(engine):
+            engine.broken = "as a step of a refit leaves it that never ends"
+            await health(engine)
+
+        PolicyEngine.health = broken
+
     before = await fleet.roster()
     victim = before.members[before.serving()[0]]
     client = EngineClient("fleet", timeout_s=200)
@@ -251,8 +264,14 @@ async def test_a_replica_that_dies_is_replaced_and_waits_for_the_next_weights(fl
         return await unfinished(fleet) == 16
 
     await until(all_there)
-    ray.kill(ray.get_actor(victim.actor, namespace="serve"))
-    await asyncio.wait(calls, timeout=30, return_when=asyncio.FIRST_COMPLETED)  # the dead one's fail at once
+    await ray.get_actor(victim.actor, namespace="serve").__ray_call__.remote(break_engine)
+
+    async def struck_off() -> bool:
+        return victim.replica_id not in (await fleet.living()).members
+
+    await until(struck_off, 60)
+    done, _ = await asyncio.wait(calls, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+    assert done  # the dead one's fail at once
 
     async def successor_waits() -> bool:
         return bool((await fleet.roster()).waiting())
@@ -261,7 +280,7 @@ async def test_a_replica_that_dies_is_replaced_and_waits_for_the_next_weights(fl
         return len(await gaps(fleet, trainer)) == 2  # Serve has yet to hear that the constructor is done
 
     await until(successor_waits, 120)
-    version = await refit(fleet, trainer)  # struck off: the dead one. Taken in: its successor
+    version = await refit(fleet, trainer)  # which takes the successor in
     after = await fleet.roster()
     assert victim.replica_id not in after.members and len(after.serving()) == 2 and not after.waiting()
     assert after.losses == 1 and {m.version for m in after.members.values()} == {version}

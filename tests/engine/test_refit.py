@@ -150,9 +150,10 @@ async def test_tensor_parallel_workers_each_take_their_shard_and_fail_as_one(
     with pytest.raises(EngineError, match=r"left out.*layers\.1\.self_attn\.qkv_proj"):
         await refit(engine, reference)
     await engine.health()
+    assert engine.mixed  # it may not finish what it has if Serve takes it away now
     reference.edit = lambda weights: weights
     await refit(engine, reference)
-    assert await gap(engine, reference) < 1e-4
+    assert await gap(engine, reference) < 1e-4 and not engine.mixed
 
 
 async def test_a_trainer_that_breaks_off_leaves_no_one_waiting(engines: Any, models: dict[str, Path]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from molt_ray.engine.roster import SERVE, RefitFailed, Roster, RosterActor, check_answers, collect
+from molt_ray.engine.roster import LEAVE, SERVE, RefitFailed, Roster, RosterActor, check_answers, collect
 
 
 def roster(*names: str, workers: int = 1) -> Roster:
@@ -152,3 +152,12 @@ async def test_a_waiting_replica_that_does_not_answer_is_left_out() -> None:
     await actor.begin(1)
     await actor.register("late", "node", 1)
     assert await actor.call_waiting({"late": ("start_update", {})}, 0.01) == {}
+
+
+async def test_who_is_struck_off_while_it_lives_is_told_so() -> None:
+    actor = RosterActor()
+    await actor.register("a", "node", 1)
+    told = asyncio.ensure_future(actor.next_call("a"))
+    await actor.remove(["a", "gone before"])
+    assert (await asyncio.wait_for(told, 10)).method == LEAVE
+    assert (await actor.view()).members == {}

@@ -16,6 +16,7 @@ from scripted import ScriptedEngine, run
 
 from molt_ray.capture.template import HfTemplate
 from molt_ray.config import Config
+from molt_ray.engine.protocol import ImageGone
 from molt_ray.rollout.worker import RolloutWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -54,9 +55,17 @@ class SeeingEngine(ScriptedEngine):
     def __init__(self, endpoint: Endpoint, ids: list[int]) -> None:
         super().__init__(lambda request: ids, endpoint.tokenizer.eos_token_id)
         self.endpoint = endpoint
+        self.shown: list[int] = []  # images in each call
+        self.replaced_after = 0  # turns; 0: never
 
     async def images(self, images: Any, *, group_id: str) -> list[Any]:
+        self.shown.append(len(images))
         return await self.endpoint.stream.images(images, group_id)
+
+    async def generate(self, request: Any, *, group_id: str) -> Any:
+        if self.replaced_after and len(self.shown) == self.replaced_after:
+            raise ImageGone("it is another engine now")
+        return await super().generate(request, group_id=group_id)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -121,6 +130,14 @@ async def test_bare_parts_of_a_prompt_are_filled_in_order(make):
     assert row.info == {"images": 1.0}
     few = await run(make(CHAT), prompt=prompt, images=[uri(ONE), uri(TWO)])
     assert "2 images for 1 image parts" in few.failures[0].detail
+
+
+async def test_an_engine_that_took_the_place_of_the_groups_is_shown_all_images(make):
+    worker = make(ENV)
+    worker.engine.replaced_after = 2  # calls for images: one for each turn
+    answer = await run(worker, prompt="see", images=[encoded(ONE)])
+    assert answer.failures == [] and [len(row.images) for row in answer.rows] == [2]
+    assert worker.engine.shown == [1, 1, 1, 1]  # the turns' own, and both again
 
 
 @pytest.mark.parametrize(
