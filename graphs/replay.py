@@ -67,7 +67,7 @@ async def again(config: Config, trainers: TrainerGroup, file: Path, after: int) 
     values, trains = advantage_values(rows, config)
     training = [row for row, train in zip(rows, trains, strict=True) if train]
     plan, frames = plan_step(training, values[trains], notes["version"], config, trainers.dp_size)
-    plan.kl_coef, plan.frozen = notes["kl_coef"], notes["frozen"]
+    plan.kl_coef, plan.frozen, plan.renamed = notes["kl_coef"], notes["frozen"], dict(notes.get("renamed", ()))
     trained = await trainers.train(plan, to_datasets(frames), [list(frame["row"]) for frame in frames])
     differences = compare(notes["metrics"], trained)
     if await trainers.weights_digest() != notes["weights"]:

@@ -37,6 +37,7 @@ from molt_ray.rollout.evaluator import Evaluator
 from molt_ray.rollout.filters import group_filter
 from molt_ray.rollout.pool import Group, GroupPool
 from molt_ray.rollout.prompts import read_held_out, read_prompts
+from molt_ray.rollout.waiting import Waiting, read_waiting, rename
 from molt_ray.trainer.group import CriticGroup, RankLost, ReferenceGroup, TrainerGroup, load_together
 
 REFIT_TRIES = 3
@@ -111,10 +112,12 @@ class Loop:
     restarts: int = 0  # of the ranks, since then
     loaded_step: int = 0  # of the state that the ranks were last loaded with
     loaded_version: int = 0  # under which the engines got that
+    renamed: dict[int, int] = field(default_factory=dict)  # see StepPlan
     beginning: dict[str, Any] = field(init=False)  # the state before the first step, for want of a checkpoint
     reported: float = field(default_factory=time.monotonic)
     learning: asyncio.Task[dict[str, float]] | None = None  # the critic's
     engine_busy: float = 0.0  # seconds of all engines, up to the last report
+    cpu: float = field(default_factory=time.process_time)  # seconds of this process, up to the last report
 
     def __post_init__(self) -> None:
         self.beginning = self.state()
@@ -229,6 +232,7 @@ class Loop:
             training = [row for row, train in zip(rows, trains, strict=True) if train]
             await self.annotate(training, version)
             plan, frames = plan_step(training, values[trains], version, self.config, self.trainers.dp_size)
+            plan.renamed = self.renamed
             over_ranks = [list(frame["row"]) for frame in frames]
             return Step(groups, rows, training, over_ranks, plan, to_datasets(frames), seconds=seconds)
 
@@ -293,6 +297,7 @@ class Loop:
                 await self.save()
         now, busy = time.monotonic(), sum(self.fleet.busy.values())
         step.seconds["step_total"], self.reported = now - self.reported, now
+        step.seconds["driver_cpu"], self.cpu = (cpu := time.process_time()) - self.cpu, cpu
         step.seconds["engine_busy"], self.engine_busy = (busy - self.engine_busy) / max(1, self.fleet.answered), busy
         counts = {
             "prompts": self.pool.outcomes,
@@ -321,6 +326,7 @@ class Loop:
             "version": step.plan.version,
             "kl_coef": step.plan.kl_coef,
             "frozen": step.plan.frozen,
+            "renamed": sorted(step.plan.renamed.items()),
             "optimizer_steps": self.trainers.total_steps,
             "metrics": step.metrics,
             "weights": await self.trainers.weights_digest(),
@@ -337,21 +343,24 @@ class Loop:
             return
         if self.critic is not None:
             await self.critic.save(tag_of(self.step), {})
-        await self.trainers.save(tag_of(self.step), self.state())
+        waiting = self.pool.finished_untrained()
+        await self.trainers.save(tag_of(self.step), self.state(), Waiting.of(waiting) if waiting else None)
         self.saved = self.step
         self.own.add(tag_of(self.step))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the ranks' own."""
         state = {"step": self.step, "version": self.version, "kl_coef": self.kl.coef}
+        state["renamed"] = sorted(self.renamed.items())
         return state | {"rollouts": self.dispatcher.state()}
 
     async def resume(self) -> None:
-        """Continues from the newest complete checkpoint, if there is one: its weights reach the engines before the first rollout,
-        under a version that no token of the run's earlier life carries."""
+        """Continues from the newest complete checkpoint, if there is one: its weights reach the engines before the first rollout, under a version
+        that no token of the run's earlier life carries. What had been finished then is trained, and is no older for that version."""
         noted = self.log.folder / "version"
         self.version = int(noted.read_text()) if noted.exists() else 0
         state = await load_together(self.held_out.learners, best=self.config.ckpt.load_best)
+        finished: list[Group] = []
         if state is None:
             print("no complete checkpoint: starting from the model", flush=True)
             if not self.version:
@@ -359,9 +368,22 @@ class Loop:
             state = self.beginning
         else:
             self.own.add(tag_of(state["step"]))
-        self.dispatcher.restore(state["rollouts"])
+            finished = await self.waiting_in(Path(self.config.ckpt.path) / tag_of(state["step"]))
         self.version = max(self.version, state["version"])
+        now = self.version + 1
+        self.renamed = rename(finished, dict(state.get("renamed", ())), now - state["version"])
+        self.dispatcher.restore(state["rollouts"], finished, now)
+        if self.pool.ready:
+            print(f"{len(self.pool.ready)} finished groups of the run before wait to be trained", flush=True)
         await self.go_on_from(state)
+
+    async def waiting_in(self, checkpoint: Path) -> list[Group]:
+        """The finished groups of a checkpoint; none where they cannot be read, for they can be rolled out again."""
+        try:
+            return await read_waiting(checkpoint)
+        except (RayError, TimeoutError) as e:
+            print(f"{checkpoint}: the groups that waited to be trained are rolled out again: {e!r}", flush=True)
+            return []
 
     async def heal(self, error: RankLost) -> None:
         """Starts all ranks again, loads the last checkpoint, or the model where there is none, and goes on from there. Rollouts under way

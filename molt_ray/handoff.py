@@ -7,7 +7,7 @@ anything is split; light rows and references travel, payload bytes do not; order
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -38,6 +38,8 @@ class StepPlan:
     windows: list[Window]
     kl_coef: float = 0.0  # weight of the KL to the reference, in the reward or in the loss
     frozen: bool = False  # the policy does not move: only the critic trains
+    # What policy versions of a life before a resume count as: their weights are those of other versions now, or as many steps before them.
+    renamed: dict[int, int] = field(default_factory=dict)
 
     @property
     def segments(self) -> int:

@@ -27,6 +27,11 @@ def record_file(run: Path, step: int) -> Path:
     return run / "rollouts" / f"step-{step:06d}.parquet"
 
 
+def draft_of(file: Path) -> Path:
+    """Its name until it is whole."""
+    return file.with_name(f"{file.name}.draft")
+
+
 @ray.remote(num_cpus=0.1, max_retries=1)
 def write_records(path: str, step: int, rows: list[Row], notes: dict[str, Any]) -> int:
     """Writes the rows and their columns to `path`; returns the number of records. `notes`: JSON, kept in the file's metadata.
@@ -55,7 +60,7 @@ def write_records(path: str, step: int, rows: list[Row], notes: dict[str, Any]) 
     table = pa.table({name: [record.get(name) for record in records] for name in names})
     table = table.replace_schema_metadata({METADATA: json.dumps({**notes, "step": step, "families": families})})
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(f"{path}.draft")
+    draft = draft_of(Path(path))
     pq.write_table(table, draft)
     draft.replace(path)
     return len(records)

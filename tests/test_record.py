@@ -10,6 +10,9 @@ import ray
 from molt_ray.experience import Experience, Pack, PackRef, Row, Turn
 from molt_ray.images import PlacedImage
 from molt_ray.record import recorded, write_records
+from molt_ray.rollout.pool import Group
+from molt_ray.rollout.prompts import PromptKey
+from molt_ray.rollout.waiting import FILE, Waiting, read_waiting, rename
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,3 +69,44 @@ async def test_rows_columns_and_notes_come_back_bit_for_bit(tmp_path: Path):
             for name, column in packs[family].payload(where.row).items():
                 assert column.dtype == written[name].dtype
                 np.testing.assert_array_equal(column, written[name])
+
+
+async def test_groups_that_wait_to_be_trained_come_back_as_old_as_they_were(tmp_path: Path):
+    assert await read_waiting(tmp_path) == []
+    pack = ray.put(Pack.of("tokens", [{"token_ids": np.arange(n, dtype=np.int32)} for n in (2, 3, 4)]))
+    groups = [Group(f"e0-p{i}-a1", PromptKey(0, i), version=4 + i, attempt=1, number=9 - i, failures=i) for i in (0, 1)]
+    rows = [
+        Row(
+            f"r{i}",
+            groups[i // 2].group_id,
+            i // 2,
+            0,
+            1,
+            1.0,
+            1.0,
+            [1.0],
+            3,
+            2,
+            4,
+            5,
+            packs={"tokens": PackRef(pack, i)},
+        )
+        for i in range(3)
+    ]
+    groups[0].seal(rows[:2])
+    groups[1].seal(rows[2:])
+    waiting = Waiting.of(groups)
+    await write_records.remote(str(tmp_path / FILE), 0, waiting.rows, {"groups": waiting.groups})
+    back = await read_waiting(tmp_path)
+    for group, again in zip(groups, back, strict=True):
+        assert (again.group_id, again.key, again.version, again.attempt) == (
+            group.group_id,
+            group.key,
+            group.version,
+            1,
+        )
+        assert (again.number, again.failures) == (group.number, group.failures)
+        for row, same in zip(group.rows(), again.rows(), strict=True):
+            one, other = (ray.get(r.packs["tokens"].ref).payload(r.packs["tokens"].row) for r in (row, same))
+            assert row.to_record() == same.to_record() and np.array_equal(one["token_ids"], other["token_ids"])
+    assert rename(back, {4: 3}, later=6) == {4: 9, 5: 11} and [group.version for group in back] == [10, 11]

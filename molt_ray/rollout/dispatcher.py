@@ -12,7 +12,7 @@ import contextlib
 import traceback
 import zlib
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from molt_ray.config import Config
@@ -114,9 +114,9 @@ class Dispatcher:
         """What a checkpoint keeps, as JSON: the pool's state, and what was counted."""
         return {"pool": self.pool.state(), "failures": dict(self.failures), "breaks": dict(self.breaks)}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`. Raises ConfigError when it counts other prompts."""
-        self.pool.restore(state["pool"])
+    def restore(self, state: dict[str, Any], finished: Collection[Group] = (), version: int = 0) -> None:
+        """Goes on from `state` as `GroupPool.restore` does. Raises ConfigError when it counts other prompts."""
+        self.pool.restore(state["pool"], finished, version)
         self.failures, self.breaks = Counter(state["failures"]), Counter(state["breaks"])
 
     async def rewind(self, state: dict[str, Any], kept: int, version: int) -> None:

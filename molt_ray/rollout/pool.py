@@ -3,8 +3,8 @@
 A pure state machine, without clocks, actors or payloads. What always holds:
 
 1. One outcome per prompt and epoch (trained, filtered, or failed with its reason), however often it was retried.
-2. A batch holds finished, whole groups only, the oldest first, in the order of their dispatch, not of their ends: strictly
-   synchronous runs of the same seed train the same rows in the same order.
+2. A batch holds finished, whole groups only, the oldest first, in the order of their prompts, not of their ends: strictly
+   synchronous runs of the same seed train the same rows in the same order, also those that were stopped and went on.
 3. A group dispatched at version d is trained at a version of at most d + max_staleness: a batch is released only if all
    groups left behind can still be trained in time (earliest deadline first, `groups_per_batch` a version).
 4. Groups in flight, finished or in training never exceed (max_staleness + 1) * groups_per_batch slots. A slot is free again
@@ -37,7 +37,7 @@ class Group:
     key: PromptKey
     version: int  # published when it was dispatched: no token of it is older
     attempt: int  # how often this prompt was dispatched before, in this epoch
-    number: int = 0  # of groups that this pool dispatched before it
+    number: int = 0  # place of its prompt in the order of dealing, over all epochs
     failures: int = 0  # how many of those attempts failed; the others were aborted at the staleness bound
     sealed: bytes = b""
     refs: list[Any] = field(default_factory=list)  # object references of its packs, owned by the driver
@@ -75,7 +75,6 @@ class GroupPool:
         self.training: dict[str, Group] = {}
         self.outcomes: Counter[str] = Counter()  # trained, filtered/<reason>, failed/<reason>
         self.retries: Counter[str] = Counter()  # by reason
-        self._dispatched = 0
         self._again: deque[Group] = deque()  # whose prompts are rolled out again
         self._flying: Counter[int] = Counter()  # groups in flight by the version of their dispatch
         self._waiting: Counter[int] = Counter()  # finished groups likewise
@@ -101,13 +100,12 @@ class GroupPool:
         for _ in range(room):
             if self._again:
                 last = self._again.popleft()
-                key, attempt, failures = last.key, last.attempt + 1, last.failures
+                key, attempt, number, failures = last.key, last.attempt + 1, last.number, last.failures
             elif (key := self.order.draw()) is not None:
-                attempt, failures = 0, 0
+                attempt, number, failures = 0, self.order.dealt, 0
             else:
                 break
-            group = Group(f"{key}-a{attempt}", key, self.version, attempt, self._dispatched, failures)
-            self._dispatched += 1
+            group = Group(f"{key}-a{attempt}", key, self.version, attempt, number, failures)
             self.in_flight[group.group_id] = group
             self._flying[group.version] += 1
             started.append(group)
@@ -209,11 +207,22 @@ class GroupPool:
         )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps. Prompts without an outcome are rolled out again after a resume."""
+        """What a checkpoint keeps beside the groups that are `finished_untrained`."""
         return {"order": self.order.state(), "outcomes": dict(self.outcomes), "retries": dict(self.retries)}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self.order.restore(state["order"])
+    def finished_untrained(self) -> list[Group]:
+        """What waits to be trained, oldest first, a batch that was taken included."""
+        return sorted((*self.training.values(), *self.ready.values()), key=lambda g: (g.version, g.number))
+
+    def restore(self, state: dict[str, Any], finished: Collection[Group] = (), version: int = 0) -> None:
+        """Goes on from `state` in a pool without groups. Those that were `finished` then, with versions as they count now, wait again where they
+        find room in a batch within their bound, the next of which is trained at `version`. All other prompts without an outcome are dealt again."""
+        wanted = [group for group in finished if group.key.epoch < self.order.episodes]
+        stay = self._with_room(wanted, version)
+        for group in wanted:
+            if group.group_id in stay:
+                self._wait(group)
+        self.order.restore(state["order"], {group.key for group in self.ready.values()})
         self.outcomes = Counter(state["outcomes"])
         self.retries = Counter(state["retries"])
 
@@ -243,11 +252,16 @@ class GroupPool:
 
     def _trainable_after(self, kept: int, version: int) -> set[str]:
         """Which groups have no token of the versions above `kept`, whose weights are abandoned, and find room in a batch within their bound
-        when the next is trained at `version`: a version passes without a batch, so there may be too many. Finished ones go first."""
+        when the next is trained at `version`: a version passes without a batch, so there may be too many."""
         finished = [g for g in (*self.ready.values(), *self.training.values()) if newest_version(g) <= kept]
         running = [] if self.version > kept else list(self.in_flight.values())
+        return self._with_room((*finished, *running), version)
+
+    def _with_room(self, groups: Collection[Group], version: int) -> set[str]:
+        """Which of the groups, as many as find room in a batch within their bound when the next is trained at `version`; of one version those that
+        are finished first."""
         stay: set[str] = set()
-        for group in sorted((*finished, *running), key=lambda g: g.version):
+        for group in sorted(groups, key=lambda g: (g.version, g.group_id in self.in_flight, g.number)):
             room = (group.version + self.max_staleness - version + 1) * self.groups_per_batch
             if len(stay) < room:
                 stay.add(group.group_id)

@@ -35,7 +35,7 @@ class PromptOrder:
         self.digest = digest
         self.episodes = episodes
         self.seed = seed
-        self._dealt = 0  # over all epochs
+        self.dealt = 0  # over all epochs
         self._done: dict[int, set[int]] = {}  # epoch to indices with an outcome, for epochs not yet complete
         self._epochs_done: set[int] = set()
         self._permutation: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
@@ -44,16 +44,16 @@ class PromptOrder:
     @property
     def remaining(self) -> int:
         """Prompts not yet dealt, over all epochs."""
-        return self.size * self.episodes - self._dealt - len(self._skip)
+        return self.size * self.episodes - self.dealt - len(self._skip)
 
     def draw(self) -> PromptKey | None:
         """The next prompt, or None when all were dealt."""
-        while self._dealt < self.size * self.episodes:
-            epoch, position = divmod(self._dealt, self.size)
+        while self.dealt < self.size * self.episodes:
+            epoch, position = divmod(self.dealt, self.size)
             if self._permutation[0] != epoch:
                 self._permutation = (epoch, np.random.default_rng((self.seed, epoch)).permutation(self.size))
             key = PromptKey(epoch, int(self._permutation[1][position]))
-            self._dealt += 1
+            self.dealt += 1
             if key not in self._skip:
                 return key
             self._skip.discard(key)
@@ -91,7 +91,7 @@ class PromptOrder:
             )
         self._epochs_done = set(state["epochs_done"])
         self._done = {int(epoch): set(indices) for epoch, indices in state["done"].items()}
-        self._dealt = 0
+        self.dealt = 0
         full = {epoch: range(self.size) for epoch in self._epochs_done}
         had_theirs = {**full, **self._done}
         self._skip = {PromptKey(epoch, i) for epoch in range(self.episodes) for i in had_theirs.get(epoch, ())}

@@ -1,7 +1,7 @@
 """Resumable checkpoints: sharded, written in the background, complete and intact or ignored.
 
 A checkpoint is the folder <path>/<tag> on storage that all ranks share: torch.distributed.checkpoint's files (model, optimizer, steps),
-`rng-<rank>.pt` of each rank, `client_state.json` and, last, `complete` with the size and CRC-32 of every other file. It gets its name when it
+`rng-<rank>.pt` of each rank, `client_state.json`, the rollouts that waited to be trained and, last, `complete` with the size and CRC-32 of every other file. It gets its name when it
 is complete. Guarantees: what is written is the state at the call, whatever training does meanwhile; a save that fails (disk full, a rank
 that died) leaves the checkpoints before it as they were; one that is damaged is told and passed over for the one before; the newest `max_num`
 and the best by evaluation are kept; it loads at any world size, bit-identical at the same one.
@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from molt_ray.trainer.value import CriticLearner
 MARKER = "complete"
 PARTIAL = ".partial"  # ends the name of one that is being written
 BEST = "best.json"  # which checkpoint, and by what
+DRAFT = ".draft"  # ends the name of a file that is not whole yet
 CHUNK = 2**24
 
 
@@ -48,10 +50,17 @@ class Checkpoints:
         self.group = dist.new_group(backend="gloo")  # the background save must not meet training's collectives
         self.pending: Future | None = None
 
-    def save(self, learner: Learner | CriticLearner, tag: str, client_state: dict[str, Any]) -> None:
+    def save(
+        self,
+        learner: Learner | CriticLearner,
+        tag: str,
+        client_state: dict[str, Any],
+        beside: Callable[[Path], Callable[[], None]] | None = None,
+    ) -> None:
         """Stages the state and returns; files are written in the background. Waits for the save before this one, and raises if that failed.
 
-        `client_state` must be JSON. A checkpoint of the same tag is replaced once this one is complete.
+        `client_state` must be JSON. A checkpoint of the same tag is replaced once this one is complete. `beside`, on rank 0: begins to write more
+        into the folder that it is given, and returns what waits for that.
         """
         self.finish()
         partial = self.folder / f"{tag}{PARTIAL}"
@@ -59,19 +68,24 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             (partial / "client_state.json").write_text(json.dumps(client_state))
+        written = beside(partial) if beside is not None else None
         dist.barrier()
         torch.save(random_state(), partial / f"rng-{dist.get_rank():05d}.pt")
         saving = dcp.async_save(state_of(learner), checkpoint_id=partial, process_group=self.group)
         self.pending = Future()
         threading.Thread(
-            target=self.complete, args=(saving, partial, self.folder / tag, self.pending), daemon=True
+            target=self.complete, args=(saving, written, partial, self.folder / tag, self.pending), daemon=True
         ).start()
 
-    def complete(self, saving: Future, partial: Path, target: Path, done: Future) -> None:
+    def complete(
+        self, saving: Future, written: Callable[[], None] | None, partial: Path, target: Path, done: Future
+    ) -> None:
         """Ends a save. Its result on rank 0 means that every rank has written: torch gathers their results there before it
         writes the metadata, and each had written its RNG before it took part."""
         try:
             saving.result(self.timeout_s)
+            if written is not None:
+                written()
             if dist.get_rank() == 0:
                 write_whole(partial / MARKER, {"saved_at": time.time(), "files": sums(partial)})
                 put_in_place(partial, target)
@@ -184,7 +198,7 @@ class Checkpoints:
 
 def write_whole(file: Path, content: dict[str, Any]) -> None:
     """Writes JSON so that the file is there whole or not at all."""
-    draft = file.with_name(f"{file.name}.draft")
+    draft = file.with_name(f"{file.name}{DRAFT}")
     with draft.open("w") as opened:
         json.dump(content, opened)
         opened.flush()
@@ -212,8 +226,9 @@ def put_in_place(partial: Path, target: Path) -> None:
 
 
 def sums(folder: Path) -> dict[str, list[int]]:
-    """Size and CRC-32 of every file but the marker, as they are read back: about a second a gigabyte."""
-    return {file.name: checksum(file) for file in sorted(folder.iterdir()) if not file.name.startswith(MARKER)}
+    """Size and CRC-32 of every whole file but the marker, as they are read back: about a second a gigabyte."""
+    files = [file for file in sorted(folder.iterdir()) if not file.name.startswith(MARKER) and file.suffix != DRAFT]
+    return {file.name: checksum(file) for file in files}
 
 
 def checksum(file: Path) -> list[int]:

@@ -228,8 +228,8 @@ def flat(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
 
 
 def lay_out(plan: StepPlan, samples: list[Sample], layout: str, eyes: Eyes | None = None) -> list[list[MicroBatch]]:
-    """This rank's microbatches by window, filled up with dummies to the plan's count. Raises ValueError when a sample lies
-    outside of the plan."""
+    """This rank's microbatches by window, filled up with dummies to the plan's count, with versions as they count. Raises ValueError when a
+    sample lies outside of the plan."""
     cells: list[list[list[Sample]]] = [[[] for _ in range(window.micro_batches)] for window in plan.windows]
     for sample in samples:
         if not (0 <= sample.window < len(cells) and 0 <= sample.micro < len(cells[sample.window])):
@@ -237,7 +237,18 @@ def lay_out(plan: StepPlan, samples: list[Sample], layout: str, eyes: Eyes | Non
                 f"sample of window {sample.window}, microbatch {sample.micro} is not in the plan of {list(map(len, cells))}"
             )
         cells[sample.window][sample.micro].append(sample)
-    return [[collate(cell, layout, eyes) for cell in window] for window in cells]
+    batches = [[collate(cell, layout, eyes) for cell in window] for window in cells]
+    for batch in (batch for window in batches for batch in window):
+        batch.version = renamed(batch.version, plan.renamed)
+    return batches
+
+
+def renamed(versions: torch.Tensor, names: dict[int, int]) -> torch.Tensor:
+    """`versions` by what those in `names` count as."""
+    out = versions.clone()
+    for version, counts_as in names.items():
+        out[versions == version] = counts_as
+    return out
 
 
 def by_sample(windows: list[list[MicroBatch]], of: Callable[[MicroBatch], torch.Tensor]) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from molt_ray.errors import LostPayload, RunError
 from molt_ray.experience import PackRef, Row
 from molt_ray.handoff import StepPlan, plan_step, to_datasets
 from molt_ray.resources import SCORER_CPUS, TRAINER_CPUS
+from molt_ray.rollout.waiting import Waiting
 from molt_ray.trainer.rank import CriticRank, Rank, ReferenceRank, TrainerRank
 
 PLACEMENT_TIMEOUT_S = 120.0
@@ -176,9 +177,12 @@ class LearningGroup(RankGroup):
         super().__init__(config, total_optimizer_steps)
         self.total_steps = total_optimizer_steps
 
-    async def save(self, tag: str, client_state: dict[str, Any]) -> None:
-        """Takes a checkpoint; returns when the state is staged, the files are written meanwhile. Raises what the save before it raised."""
-        await self.call("save", tag, client_state, timeout_s=3 * self.config.fsdp.timeout_s)
+    async def save(self, tag: str, client_state: dict[str, Any], waiting: Waiting | None = None) -> None:
+        """Takes a checkpoint; returns when the state is staged, the files are written meanwhile. Raises what the save before it raised.
+        `waiting`: finished groups that it keeps too."""
+        first, *others = self.actors
+        refs = [first.save.remote(tag, client_state, waiting), *(a.save.remote(tag, client_state) for a in others)]
+        await self.gather("save", refs, 3 * self.config.fsdp.timeout_s)
         self.saving = True
 
     async def finish_save(self) -> None:

@@ -6,8 +6,10 @@ imported in the actor alone, so that the driver can name this class without it.
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ from molt_ray.config import Config
 from molt_ray.errors import LostPayload
 from molt_ray.experience import ADDED_COLUMNS, Experience, Pack, Row
 from molt_ray.handoff import StepPlan, quiet_data
+from molt_ray.record import draft_of, write_records
+from molt_ray.rollout.waiting import FILE, Waiting
 
 if TYPE_CHECKING:
     import torch
@@ -93,8 +97,12 @@ class LearningRank(Rank):
             Path(self.config.ckpt.path), self.config.ckpt.max_num, self.config.fsdp.timeout_s
         )
 
-    def save(self, tag: str, client_state: dict[str, Any]) -> None:
-        self.checkpoints.save(self.learner, tag, client_state)
+    def save(self, tag: str, client_state: dict[str, Any], waiting: Waiting | None = None) -> None:
+        """`waiting`, on rank 0: finished groups that are kept too."""
+        beside = (
+            functools.partial(write_waiting, waiting, self.config.fsdp.timeout_s / 2) if waiting is not None else None
+        )
+        self.checkpoints.save(self.learner, tag, client_state, beside)
 
     def finish_save(self) -> None:
         self.checkpoints.finish()
@@ -213,6 +221,24 @@ def pack_of(family: str, columns: list[torch.Tensor]) -> Pack | None:
     """One number per action token of each sample, as the family's only column; None without samples."""
     (name,) = ADDED_COLUMNS[family]
     return Pack.of(family, [{name: column.numpy()} for column in columns]) if columns else None
+
+
+def write_waiting(waiting: Waiting, timeout_s: float, folder: Path) -> Callable[[], None]:
+    """Has a task write the groups into a checkpoint's folder; what waits for it, `timeout_s` from now at most. Where payload cannot be had, or takes
+    too long, all of them are rolled out again after a resume, as if they had not been finished."""
+    file, count, deadline = folder / FILE, len(waiting.groups), time.monotonic() + timeout_s
+    writing = write_records.remote(str(file), 0, waiting.rows, {"groups": waiting.groups})
+
+    def wait() -> None:  # without a hold on the rows: the task has its own, and frees the packs when it is done
+        try:
+            ray.get(writing, timeout=max(0.0, deadline - time.monotonic()))
+        except ray.exceptions.RayError as e:
+            ray.cancel(writing, force=True)
+            for written in (file, draft_of(file)):
+                written.unlink(missing_ok=True)
+            print(f"{folder}: saved without the {count} groups that waited to be trained: {e}", flush=True)
+
+    return wait
 
 
 def weight_sender_class() -> type:

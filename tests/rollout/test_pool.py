@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from molt_ray.config import ConfigError
 from molt_ray.experience import PackRef, Row
-from molt_ray.rollout.pool import GroupPool
-from molt_ray.rollout.prompts import PromptOrder, digest_of
+from molt_ray.rollout.pool import Group, GroupPool
+from molt_ray.rollout.prompts import PromptKey, PromptOrder, digest_of
 
 
 def make_pool(prompts: int, *, batch: int = 2, staleness: int = 1, retries: int = 1, episodes: int = 1) -> GroupPool:
@@ -117,6 +117,10 @@ def test_a_resume_with_fewer_episodes_ends_instead_of_waiting():
     fewer = PromptOrder(4, episodes=1, seed=0)
     fewer.restore(order.state())
     assert fewer.remaining == 0 and fewer.draw() is None
+    pool = GroupPool(PromptOrder(4, episodes=1, seed=0), groups_per_batch=2, max_staleness=1, max_retries=0)
+    finished = [Group("e2-p0-a0", PromptKey(2, 0), version=0, attempt=0)]
+    pool.restore({"order": order.state(), "outcomes": {}, "retries": {}}, finished, version=1)
+    assert pool.exhausted
 
 
 def test_a_resume_with_other_prompts_is_refused_with_the_remedy():

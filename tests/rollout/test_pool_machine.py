@@ -5,6 +5,7 @@ The model beside it knows only what the outside sees: which groups were handed o
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from molt_ray.experience import PackRef, Row
 from molt_ray.rollout.pool import Group, GroupPool
 from molt_ray.rollout.prompts import PromptOrder
+from molt_ray.rollout.waiting import rename
 
 SAMPLES = 2  # rollouts of a group
 AHEAD = 2  # batches out at once: one on the ranks, the next formed meanwhile
@@ -59,8 +61,10 @@ class PoolMachine(RuleBasedStateMachine):
         order = PromptOrder(self.prompts, episodes=self.episodes, seed=3)
         return GroupPool(order, **self.settings, version=version)
 
-    def snapshot(self) -> tuple[str, dict[Any, str], int]:
-        return json.dumps(self.pool.state()), dict(self.outcomes), self.version  # a checkpoint's client state is JSON
+    def snapshot(self) -> tuple[str, dict[Any, str], int, list[Group]]:
+        """A checkpoint's client state is JSON. Beside it the groups that wait to be trained."""
+        finished = [copy.copy(group) for group in self.pool.finished_untrained()]
+        return json.dumps(self.pool.state()), dict(self.outcomes), self.version, finished
 
     @property
     def next_version(self) -> int:
@@ -176,12 +180,15 @@ class PoolMachine(RuleBasedStateMachine):
     )  # or hardly a version would be reached between two kills
     @rule(longer=st.integers(0, 1))
     def the_run_is_killed_and_resumes(self, longer: int) -> None:
-        """From the last checkpoint, under a version never used before, perhaps for more episodes."""
-        state, outcomes, _ = self.saved
+        """From the last checkpoint, under a version never used before, perhaps for more episodes. What was finished then waits again."""
+        state, outcomes, kept, groups = self.saved
         self.episodes = min(self.episodes + longer, 3)
         self.version = self.resumed = self.version + 2
         self.pool = self.make_pool()
-        self.pool.restore(json.loads(state))
+        finished = [copy.copy(group) for group in groups]
+        assert rename(finished, {}, self.version - kept).keys() <= {row.version_max for g in groups for row in g.rows()}
+        self.pool.restore(json.loads(state), finished, self.version)
+        assert self.pool.ready.keys() == {group.group_id for group in groups}  # all were in time, and still are
         self.pool.refitted(self.version, [])
         self.outcomes, self.held, self.failures = dict(outcomes), [], Counter()
         assert sum(self.pool.outcomes.values()) == len(self.outcomes)
@@ -200,7 +207,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def a_rank_dies_and_the_last_checkpoint_is_loaded(self) -> None:
         """The run goes on by itself; what is under way stays where its tokens may still be trained."""
-        state, outcomes, kept = self.saved
+        state, outcomes, kept, _ = self.saved
         kept, version = max(kept, self.resumed), self.version + 1
         for group_id in self.pool.doomed(kept, version):
             self.pool.abort(group_id)

@@ -68,16 +68,20 @@ def test_resuming_repeats_the_run(kind: str, models: dict[str, Path], tmp_path: 
 
 
 def keep_two(mesh: Any, model: Path, folder: Path) -> Any:
-    from molt_ray.trainer.checkpoint import Checkpoints
+    from molt_ray.trainer.checkpoint import Checkpoints, read_marker
 
     learner, checkpoints = make_learner(mesh, model), Checkpoints(folder, 2, 60)
     nothing = checkpoints.load(learner)
     (folder / "e.partial").mkdir(parents=True)  # as a run that was killed while it wrote left it
     (folder / "e.partial" / "complete").touch()
+
+    def beside(folder: Path) -> Any:
+        return lambda: (folder / "more").write_text("written before the mark")
+
     for tag in ("b", "a", "d", "c"):
-        checkpoints.save(learner, tag, {"tag": tag})
+        checkpoints.save(learner, tag, {"tag": tag}, beside)
     checkpoints.finish()
-    kept = [path.name for path in checkpoints.found()]
+    kept = [path.name for path in checkpoints.found() if "more" in read_marker(path / "complete")["files"]]
     (folder / "c" / "complete").unlink(missing_ok=True)
     return nothing, kept, checkpoints.load(learner)
 

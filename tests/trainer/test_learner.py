@@ -151,6 +151,9 @@ def test_a_token_older_than_the_bound_is_refused(models: dict[str, Path]) -> Non
     plan.version = 2
     with pytest.raises(RuntimeError, match=r"--train.max_staleness 1 allows 1 to 2"):
         run_ranks(train, 1, make_config(models["dense"]), plan, samples)
+    plan.renamed = {0: 2}  # after a resume the same weights have another version
+    _, _, (metrics,) = run_ranks(train, 1, make_config(models["dense"]), plan, samples)[0]
+    assert metrics["staleness_max"] == 0
 
 
 def test_data_that_are_not_the_plans_are_refused(models: dict[str, Path]) -> None:
