@@ -1,4 +1,4 @@
-"""A cluster of two CPUs for each file of whole runs."""
+"""A cluster of three CPUs for each file of whole runs."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from clusters import started
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    with started(num_cpus=2):
+    with started(num_cpus=3):
         yield

@@ -24,7 +24,6 @@ from ray import serve
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import graphs.replay
 import graphs.rl
 from molt_ray.command_line import parse
 from molt_ray.config import Config
@@ -139,7 +138,7 @@ def kill_capture(monkeypatch: pytest.MonkeyPatch, opening: int) -> list[int]:
 
     async def arming(group, *arguments):
         if not killed:
-            killed.append(await asyncio.to_thread(in_replica, "Capture", arm))
+            killed.append(await asyncio.to_thread(in_replica, "chat-capture", arm))
         return await train(group, *arguments)
 
     monkeypatch.setattr(graphs.rl.TrainerGroup, "train", arming)
@@ -149,12 +148,14 @@ def kill_capture(monkeypatch: pytest.MonkeyPatch, opening: int) -> list[int]:
 @pytest.mark.parametrize("form", ["env", "chat"])
 def test_three_asynchronous_steps(form: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Ids, log-probs, versions, exactly-once prompts; one refit a step; held-out prompts between, each with a checkpoint of the weights that
-    answered; the export is the last version. All the same when the capture replica dies with sessions open: their rollouts are tried again."""
+    answered; the export is the last version. All the same when the capture replica dies with sessions open: their rollouts are tried again; and
+    with an engine, workers and an endpoint kept for the evaluations."""
     killed = kill_capture(monkeypatch, opening=20) if form == "chat" else []
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join((models["last_digit"] / "prompts.jsonl").read_text().splitlines(keepends=True)[:12]))
     agent = ROOT / f"agents/last_digit_{form}.py"
     evaluation = {"eval__dataset": held_out, "eval__steps": 1, "eval__n_samples_per_prompt": 2}
+    evaluation["eval__num_engines"] = int(form == "chat")
     best = {"ckpt__save_steps": -1, "ckpt__best_metric_key": "eval/pass1"}
     config = configure(models["last_digit"], tmp_path / form, train__agent_path=agent, **evaluation, **best)
     asyncio.run(graphs.rl.train(config, form))
@@ -205,28 +206,6 @@ def test_three_asynchronous_steps(form: str, models: dict[str, Path], tmp_path: 
     assert serve.status().applications == {}  # nothing outlives the job
 
 
-def test_a_resumed_run_goes_on_where_it_stopped(models: dict[str, Path], tmp_path: Path):
-    """No prompt twice, versions above all that were published, steps counted on; and what it recorded, before the stop and after, trains again to
-    the same losses and weights without an engine."""
-    same = {"actor__lr_warmup_ratio": 0}  # or the number of steps would count
-    short = configure(models["last_digit"], tmp_path / "resume", train__max_steps=2, **same)
-    asyncio.run(graphs.rl.train(short, "env"))
-    longer = configure(models["last_digit"], tmp_path / "resume", train__max_steps=4, ckpt__load_enable=True, **same)
-    asyncio.run(graphs.rl.train(longer, "env"))
-
-    metrics = read_metrics(Path(longer.run.dir) / "metrics.jsonl")
-    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
-    assert [m["version"] for m in metrics] == [1, 2, 4, 5]  # 3 was the refit that the resume began with
-    records = records_of(longer)
-    assert len({r["prompt_id"] for r in records}) == 32
-    assert all(v >= 3 for r in records if r["step"] > 2 for v in r["versions"] if v >= 0)
-
-    folder = Path(longer.run.dir) / "rollouts"
-    assert asyncio.run(graphs.replay.replay(short, folder)) == 0
-    other = configure(models["last_digit"], tmp_path / "resume", actor__entropy_coef=0.01, **same)
-    assert asyncio.run(graphs.replay.replay(other, folder)) == 4
-
-
 def test_reference_and_critic_take_part_and_come_back(models: dict[str, Path], tmp_path: Path):
     """PPO with a KL that adapts, on ranks of its own for each role: the critic learns first, and a resume finds critic and weight again."""
     options = {
@@ -263,51 +242,40 @@ def test_reference_and_critic_take_part_and_come_back(models: dict[str, Path], t
     ]
 
 
-def test_an_agent_worker_killed_after_offload_and_before_reload(
+def test_agent_workers_and_the_only_engine_killed(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Packs over 100 KB are the driver's: the ranks read them after kill -9 of the worker that made them."""
-    config = configure_long(models["dense"], tmp_path / "killed", prompts=40, train__max_staleness=0)
-    killed = []
+    """Packs over 100 KB are the driver's: the ranks read them after kill -9 of the worker that made them, between offload and reload. The engine's
+    successor serves nothing before it holds the trainer's weights, under the version that they had. No prompt is lost."""
+    late = {"train__max_staleness": 0, "rollout__timeout_s": 120}
+    config = configure_long(models["dense"], tmp_path / "killed", prompts=40, **late)
+    workers: list[int] = []  # bytes of the smallest pack that the one who was killed had handed over
+    versions: list[int] = []
+    hand_over, send = graphs.rl.to_datasets, graphs.rl.Loop.send_weights
 
     def kill_then_hand_over(frames):
-        if len(killed) < 2:
+        if len(workers) < 2:
             os.kill(in_replica("AgentWorker"), signal.SIGKILL)
             packs = {where.ref for frame in frames for row in frame["row"] for where in row.packs.values()}
-            killed.append(min(pack.nbytes for pack in ray.get(list(packs))))
+            workers.append(min(pack.nbytes for pack in ray.get(list(packs))))
         return hand_over(frames)
-
-    hand_over = graphs.rl.to_datasets
-    monkeypatch.setattr(graphs.rl, "to_datasets", kill_then_hand_over)
-    asyncio.run(graphs.rl.train(config, "env"))
-
-    assert len(killed) == 2 and min(killed) > 100_000
-    metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
-    assert [m["rollout/num_rollouts"] for m in metrics] == [32, 32, 32]
-    assert metrics[-1]["prompts/trained"] == 12
-    assert all(m["train/staleness_max"] == 0 and m["train/logprobs_diff_max"] < 1e-3 for m in metrics)
-
-
-def test_the_only_engine_killed_mid_run_comes_back_with_the_weights(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Its successor serves nothing before it holds the trainer's weights, under the version that they had; no prompt is lost."""
-    config = configure(models["last_digit"], tmp_path / "revived", train__max_staleness=0, rollout__timeout_s=120)
-    send, sent = graphs.rl.Loop.send_weights, []
 
     async def send_then_kill(loop, fleet):
         await send(loop, fleet)
-        sent.append(loop.version)
-        if len(sent) == 1:
+        versions.append(loop.version)
+        if len(versions) == 1:
             os.kill(in_replica("PolicyEngine"), signal.SIGKILL)
 
+    monkeypatch.setattr(graphs.rl, "to_datasets", kill_then_hand_over)
     monkeypatch.setattr(graphs.rl.Loop, "send_weights", send_then_kill)
     asyncio.run(graphs.rl.train(config, "env"))
 
+    assert len(workers) == 2 and min(workers) > 100_000
+    assert versions == [1, 1, 2, 3]  # the successor got version 1 again: the same weights under the same number
     metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
-    assert sent == [1, 1, 2, 3]  # the successor got version 1 again: the same weights under the same number
     assert [m["version"] for m in metrics] == [1, 2, 3]
-    assert metrics[-1]["prompts/trained"] == 24
+    assert [m["rollout/num_rollouts"] for m in metrics] == [32, 32, 32]
+    assert metrics[-1]["prompts/trained"] == 12
     assert all(m["train/staleness_max"] == 0 and m["train/logprobs_diff_max"] < 1e-3 for m in metrics)
 
 
@@ -321,7 +289,10 @@ def test_an_agent_that_only_raises_stops_the_run_with_the_reason(models: dict[st
     assert serve.status().applications == {}
 
 
-def test_an_agent_that_never_returns_is_ended_counted_and_retried(models: dict[str, Path], tmp_path: Path):
+def test_second_attempts(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An agent that never returns is ended, counted and retried. Ranks that find a pack gone (tests/trainer/test_lost_payload.py takes a node away)
+    train nothing of the batch: its other groups wait for the next, the lost ones are rolled out again. Here the word of the loss is made up,
+    because the one node of this run holds all."""
     data = tmp_path / "prompts.jsonl"
     data.write_text(
         "".join(
@@ -331,15 +302,29 @@ def test_an_agent_that_never_returns_is_ended_counted_and_retried(models: dict[s
     (tmp_path / "flag1").touch()
     config = configure(
         models["last_digit"],
-        tmp_path / "hangs",
+        tmp_path / "again",
         data__prompt_dataset=data,
         train__agent_path=HERE / "agents/hangs_once.py",
         train__max_steps=2,
         rollout__timeout_s=5,
     )
+    lost: list[str] = []
+    train = graphs.rl.TrainerGroup.train
+
+    async def lose_once(group, plan, datasets, rows):
+        if not lost:
+            lost.extend({rows[0][0].group_id, rows[1][0].group_id})
+            raise LostPayload(lost)
+        return await train(group, plan, datasets, rows)
+
+    monkeypatch.setattr(graphs.rl.TrainerGroup, "train", lose_once)
     asyncio.run(graphs.rl.train(config, "env"))
-    last = read_metrics(Path(config.run.dir) / "metrics.jsonl")[-1]
-    assert last["rollout/failed/timeout"] == 1 and last["prompts/trained"] == 16
+
+    metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [1, 2] and [m["version"] for m in metrics] == [1, 2]
+    assert metrics[-1]["rollout/failed/timeout"] == 1 and metrics[-1]["prompts/trained"] == 16
+    assert metrics[-1]["rollout/retried_groups/payload_lost"] == len(lost) > 0
+    assert not set(lost) & {r["group_id"] for r in records_of(config)}  # their second attempts were
 
 
 def test_a_stopped_job_leaves_nothing_in_the_cluster(models: dict[str, Path], tmp_path: Path):
@@ -401,27 +386,3 @@ def test_a_killed_rank_is_replaced_and_the_run_goes_on(
     assert all(m["train/staleness_max"] <= 1 and m["train/logprobs_diff_max"] < 1e-3 for m in metrics)
     records = records_of(config)
     assert len({r["prompt_id"] for r in records}) == 32 and len(records) == 128
-
-
-def test_a_lost_payload_costs_its_group_a_refill(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Ranks that find a pack gone (tests/trainer/test_lost_payload.py takes a node away) train nothing of the batch: its other groups wait for
-    the next, the lost ones are rolled out again. Here the word of the loss is made up, because the one node of this run holds all."""
-    config = configure(models["last_digit"], tmp_path / "lost", train__max_steps=3)
-    lost: list[str] = []
-    train = graphs.rl.TrainerGroup.train
-
-    async def lose_once(group, plan, datasets, rows):
-        if not lost:
-            lost.extend({rows[0][0].group_id, rows[1][0].group_id})
-            raise LostPayload(lost)
-        return await train(group, plan, datasets, rows)
-
-    monkeypatch.setattr(graphs.rl.TrainerGroup, "train", lose_once)
-    asyncio.run(graphs.rl.train(config, "env"))
-
-    metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
-    assert [m["step"] for m in metrics] == [1, 2, 3] and [m["version"] for m in metrics] == [1, 2, 3]
-    assert metrics[-1]["prompts/trained"] == 24 and metrics[-1]["rollout/retried_groups/payload_lost"] == len(lost)
-    assert not set(lost) & {r["group_id"] for r in records_of(config)}  # their second attempts were
