@@ -1,10 +1,11 @@
 """The controller alone: what the pool takes per event with up to 100,000 rollouts in flight, and what a step's driver work takes.
 
-    python tests/bench/pool_simulation.py [--step-s 1.0]
+    python tests/bench/pool_simulation.py [--rollouts-s 15]
 
 No cluster, no engines: groups finish in random order, batches are taken, engines count as refitted. All times are CPU time, so that what else
 the machine does counts little. The first table should grow linearly: its last column is the time per event against that of the smallest pool.
-The second is what the loop does between a batch and the ranks (unsealing, estimator, plan, data sets), as a share of a step of --step-s seconds.
+The second is what the loop does between a batch and the ranks (unsealing, estimator, plan, data sets), as a share of the step that such a batch makes
+at --rollouts-s rollouts a second, which is what tests/bench/streaming.py comes to on two cores.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def controller(segments: int, config: Config) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--step-s", type=float, default=1.0, help="seconds of a step that the second table compares with"
+        "--rollouts-s", type=float, default=15.0, help="rollouts a second, of one segment each, in the second table"
     )
     parser.add_argument("--only-pool", action="store_true", help="leave the second table out, which needs Ray")
     options = parser.parse_args()
@@ -128,16 +129,15 @@ def main() -> None:
     quiet_data()
     config = build({"algo": {"advantage": {"estimator": "grpo"}}, "rollout": {"n_samples_per_prompt": SAMPLES}})
     controller(128, config)  # what is imported and made once
-    print(
-        f"\n| segments | take | unseal | estimator | plan | data sets | all, ms | of a step of {options.step_s:g} s |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    print("\n| segments | take | unseal | estimator | plan | data sets | all, ms | seconds of a step | share |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for segments in (128, 4096):
         config.rollout.batch_size = segments
         parts = controller(segments, config)
         total = sum(parts.values())
         cells = " | ".join(f"{1e3 * seconds:.1f}" for seconds in parts.values())
-        print(f"| {segments:,} | {cells} | {1e3 * total:.1f} | {total / options.step_s:.1%} |", flush=True)
+        step = segments / options.rollouts_s
+        print(f"| {segments:,} | {cells} | {1e3 * total:.1f} | {step:.1f} | {total / step:.2%} |", flush=True)
     ray.shutdown()
 
 

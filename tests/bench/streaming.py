@@ -15,8 +15,9 @@ import asyncio
 import json
 import sys
 import tempfile
-import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,27 +49,22 @@ class Measured:
     rollouts: float  # a second
 
 
-@dataclass
-class Stopwatch:
-    """Notes the driver's CPU time at each step, and pins engine and trainer after the first."""
+@contextmanager
+def pinned() -> Iterator[None]:
+    """Pins engine and trainer to a core each when the first step is written."""
+    write = MetricsLog.write
 
-    cpu: list[float] = field(default_factory=list)
+    def noted(log: MetricsLog, step: int, values: dict[str, Any]) -> None:
+        if step == 1:
+            pin("engine core", 0)
+            pin("trainer rank", 1)
+        write(log, step, values)
 
-    def watch(self) -> None:
-        write, self.cpu = MetricsLog.write, []
-
-        def noted(log: MetricsLog, step: int, values: dict[str, Any]) -> None:
-            if not self.cpu:
-                pin("engine core", 0)
-                pin("trainer rank", 1)
-            self.cpu.append(time.process_time())
-            write(log, step, values)
-
-        MetricsLog.write = noted
-        self.write = write
-
-    def stop(self) -> None:
-        MetricsLog.write = self.write
+    MetricsLog.write = noted
+    try:
+        yield
+    finally:
+        MetricsLog.write = write
 
 
 def configure(model: Path, folder: Path, options: argparse.Namespace, staleness: int, **changes: object) -> Config:
@@ -97,12 +93,8 @@ def configure(model: Path, folder: Path, options: argparse.Namespace, staleness:
 
 def measure(config: Config, warm: int, *, rollouts_alone: bool = False) -> Measured:
     """Runs the job; the first `warm` steps do not count."""
-    stopwatch = Stopwatch()
-    stopwatch.watch()
-    try:
+    with pinned():
         asyncio.run((graphs.rollout.rollout if rollouts_alone else graphs.rl.train)(config, "env", {}))
-    finally:
-        stopwatch.stop()
     metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
     counted, n = metrics[warm:], len(metrics) - warm
     seconds = metrics[-1]["time"] - metrics[warm - 1]["time"]
@@ -110,7 +102,7 @@ def measure(config: Config, warm: int, *, rollouts_alone: bool = False) -> Measu
         step=seconds / n,
         train=sum(m.get("timing/policy_train", 0.0) for m in counted) / n,
         broadcast=sum(m.get("timing/broadcast", 0.0) for m in counted) / n,
-        driver=(stopwatch.cpu[-1] - stopwatch.cpu[warm - 1]) / n,
+        driver=sum(m["timing/driver_cpu"] for m in counted) / n,
         slept=sum(m["rollout/slept_share"] for m in counted) / n,
         rollouts=sum(m["rollout/num_rollouts"] for m in counted) / seconds,
     )
