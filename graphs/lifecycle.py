@@ -30,6 +30,21 @@ class Timer:
         self.into[self.name] = self.into.get(self.name, 0.0) + time.monotonic() - self.begun
 
 
+class CpuClock:
+    """The driver's processor seconds since it was last read, in the thread of its event loop."""
+
+    def __init__(self) -> None:
+        self.read_at = (0.0, 0.0)
+        self.read()
+
+    def read(self) -> dict[str, float]:
+        """`driver_cpu`: of all threads, Ray's and Serve's included; `loop_cpu`: of this one, which is what the controller itself takes."""
+        before, self.read_at = self.read_at, (time.process_time(), time.thread_time())
+        return {
+            name: now - then for name, now, then in zip(("driver_cpu", "loop_cpu"), self.read_at, before, strict=True)
+        }
+
+
 async def together(into: dict[str, float], **work: Coroutine[Any, Any, Any]) -> None:
     """Runs all of `work` at once and times each. The first error cancels the others, waits for them and is raised alone."""
 

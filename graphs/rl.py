@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 from graphs.graph import Edge, Graph, Node, rank_node
 from graphs.held_out import HeldOut, tag_of
-from graphs.lifecycle import Timer, refuse_what_is_in_use, together
+from graphs.lifecycle import CpuClock, Timer, refuse_what_is_in_use, together
 from graphs.pool import make_pool, step_limit
 from graphs.serving import AgentForm, declare_for_evaluations, declare_serving, serving
 from molt_ray import resources
@@ -117,7 +117,7 @@ class Loop:
     reported: float = field(default_factory=time.monotonic)
     learning: asyncio.Task[dict[str, float]] | None = None  # the critic's
     engine_busy: float = 0.0  # seconds of all engines, up to the last report
-    cpu: float = field(default_factory=time.process_time)  # seconds of this process, up to the last report
+    cpu: CpuClock = field(default_factory=CpuClock)
 
     def __post_init__(self) -> None:
         self.beginning = self.state()
@@ -297,7 +297,7 @@ class Loop:
                 await self.save()
         now, busy = time.monotonic(), sum(self.fleet.busy.values())
         step.seconds["step_total"], self.reported = now - self.reported, now
-        step.seconds["driver_cpu"], self.cpu = (cpu := time.process_time()) - self.cpu, cpu
+        step.seconds |= self.cpu.read()
         step.seconds["engine_busy"], self.engine_busy = (busy - self.engine_busy) / max(1, self.fleet.answered), busy
         counts = {
             "prompts": self.pool.outcomes,

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from graphs.graph import Edge, Graph
-from graphs.lifecycle import Timer, refuse_what_is_in_use
+from graphs.lifecycle import CpuClock, Timer, refuse_what_is_in_use
 from graphs.pool import make_pool, step_limit
 from graphs.serving import AgentForm, declare_serving, serving
 from molt_ray.config import Config
@@ -48,7 +48,7 @@ async def rollout(config: Config, form: AgentForm, startup: dict[str, float]) ->
 async def batches(config: Config, dispatcher: Dispatcher, log: MetricsLog, limit: int) -> None:
     """The loop. The pool's version counts batches here; the engines keep the weights that they began with."""
     begun = reported = time.monotonic()
-    counted = time.process_time()
+    cpu = CpuClock()
     sampled = total = 0
     for step in range(1, limit + 1):
         groups = await dispatcher.batch(step - 1)
@@ -60,7 +60,6 @@ async def batches(config: Config, dispatcher: Dispatcher, log: MetricsLog, limit
             await asyncio.wait_for(write_records.remote(str(file), step, rows, {}), RECORD_S)
         dispatcher.refitted(step, groups)
         seconds, reported = (now := time.monotonic()) - reported, now
-        busy, counted = (cpu := time.process_time()) - counted, cpu
         tokens, actions = sum(row.tokens for row in rows), sum(row.action_tokens for row in rows)
         sampled, total = sampled + actions, total + tokens
         values = {
@@ -70,7 +69,7 @@ async def batches(config: Config, dispatcher: Dispatcher, log: MetricsLog, limit
             **{f"prompts/{name}": count for name, count in dispatcher.pool.outcomes.items()},
             **{f"rollout/failed/{name}": count for name, count in dispatcher.failures.items()},
             "timing/step_total": seconds,
-            "timing/driver_cpu": busy,
+            **{f"timing/{name}": used for name, used in cpu.read().items()},
             "perf/tokens_per_s": tokens / seconds,
             "perf/action_tokens_per_s": actions / seconds,
         }
