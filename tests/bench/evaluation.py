@@ -2,8 +2,8 @@
 
     python -m tests.bench.evaluation [--steps 26] [--every 5] [--prompts 64]
 
-The work of tests/bench/streaming.py, whose agent sleeps in its tools for most of a rollout's time; engines pinned to core 0, the trainer to core 1. Three runs with the same training. Seconds a step are the mean
-from the step before the first evaluation that counts to the step before the last, so that each evaluation that is counted has ended; the share is of the
+The work of tests/bench/streaming.py, whose agent sleeps in its tools for most of a rollout's time; engines pinned to core 0, the trainer to core 1. Three
+runs with the same training. Seconds a step are the mean from the step before the first evaluation that counts to the step before the last, so that each evaluation that is counted has ended; the share is of the
 run without evaluations. Here the second engine takes its processor time from the first; with tools as slow as these there is enough for both.
 """
 
@@ -22,7 +22,7 @@ from ray import serve
 import graphs.rl
 from molt_ray.metrics import read_metrics
 from molt_ray.tiny import make_byte_model
-from tests.bench.streaming import configure, pinned
+from tests.bench.streaming import add_work, configure, pinned
 
 STALENESS = 3
 WARM = STALENESS + 3  # steps until the pipeline is full
@@ -57,9 +57,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=26)
     parser.add_argument("--every", type=int, default=5, help="steps from one evaluation to the next")
     parser.add_argument("--prompts", type=int, default=64, help="of an evaluation, all in flight at once")
-    parser.add_argument("--batch", type=int, default=64, help="rollouts of the training")
-    parser.add_argument("--new-tokens", type=int, default=24, help="of a turn, at most; a rollout has three")
-    parser.add_argument("--median-s", type=float, default=1.0, help="of a tool call")
+    add_work(parser)
     options = parser.parse_args()
     ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     with tempfile.TemporaryDirectory(prefix="evaluation-") as scratch:

@@ -68,6 +68,13 @@ def pinned() -> Iterator[None]:
         MetricsLog.write = write
 
 
+def add_work(parser: argparse.ArgumentParser) -> None:
+    """The options of the work that is trained; `configure` reads them."""
+    parser.add_argument("--batch", type=int, default=64, help="rollouts of a training step")
+    parser.add_argument("--new-tokens", type=int, default=24, help="of a turn, at most; a rollout has three")
+    parser.add_argument("--median-s", type=float, default=1.0, help="of a tool call")
+
+
 def configure(model: Path, folder: Path, options: argparse.Namespace, staleness: int, **changes: object) -> Config:
     flags = {
         "actor.model_name_or_path": model,
@@ -114,9 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--staleness", type=int, default=3, help="of the streaming run")
-    parser.add_argument("--batch", type=int, default=64, help="rollouts")
-    parser.add_argument("--new-tokens", type=int, default=24, help="of a turn, at most; a rollout has three")
-    parser.add_argument("--median-s", type=float, default=1.0, help="of a tool call")
+    add_work(parser)
     options = parser.parse_args()
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     with tempfile.TemporaryDirectory(prefix="streaming-") as scratch:
