@@ -20,6 +20,7 @@ from molt_ray.experience import MEDIA, TOKENS, Experience, Pack, PackRef, Payloa
 
 RECORD_S = 600.0  # for one file, written or read
 METADATA = b"molt_ray"
+DRAFT = ".draft"  # ends the name of a file that is not whole yet
 
 
 def record_file(run: Path, step: int) -> Path:
@@ -29,7 +30,7 @@ def record_file(run: Path, step: int) -> Path:
 
 def draft_of(file: Path) -> Path:
     """Its name until it is whole."""
-    return file.with_name(f"{file.name}.draft")
+    return file.with_name(f"{file.name}{DRAFT}")
 
 
 @ray.remote(num_cpus=0.1, max_retries=1)

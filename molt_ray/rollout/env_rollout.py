@@ -167,7 +167,7 @@ class EnvRollout:
         try:
             return await self.engine.generate(request, group_id=self.attempt.task.group_id)
         except ImageGone:
-            await self.seen.show_again()
+            await self.seen.show_again(self.messages)
             return await self.engine.generate(request, group_id=self.attempt.task.group_id)
 
     def turn_sampling(self, remaining: int) -> dict[str, Any]:

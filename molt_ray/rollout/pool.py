@@ -211,8 +211,8 @@ class GroupPool:
         return {"order": self.order.state(), "outcomes": dict(self.outcomes), "retries": dict(self.retries)}
 
     def finished_untrained(self) -> list[Group]:
-        """What waits to be trained, oldest first, a batch that was taken included."""
-        return sorted((*self.training.values(), *self.ready.values()), key=lambda g: (g.version, g.number))
+        """What waits to be trained, a batch that was taken included."""
+        return [*self.training.values(), *self.ready.values()]
 
     def restore(self, state: dict[str, Any], finished: Collection[Group] = (), version: int = 0) -> None:
         """Goes on from `state` in a pool without groups. Those that were `finished` then, with versions as they count now, wait again where they
@@ -253,7 +253,7 @@ class GroupPool:
     def _trainable_after(self, kept: int, version: int) -> set[str]:
         """Which groups have no token of the versions above `kept`, whose weights are abandoned, and find room in a batch within their bound
         when the next is trained at `version`: a version passes without a batch, so there may be too many."""
-        finished = [g for g in (*self.ready.values(), *self.training.values()) if newest_version(g) <= kept]
+        finished = [group for group in self.finished_untrained() if newest_version(group) <= kept]
         running = [] if self.version > kept else list(self.in_flight.values())
         return self._with_room((*finished, *running), version)
 

@@ -14,12 +14,10 @@ class SeenMessages:
 
     def __init__(self, engine: Engine, source: ImageSource, tree: TokenTree, group_id: str) -> None:
         self.engine, self.source, self.tree, self.group_id = engine, source, tree, group_id
-        self.given: Messages = []
         self.done: Messages = []
 
     async def shown(self, messages: Messages) -> Messages:
         """The messages with bare image parts, and the digests of their images beside them. Raises RolloutFailed."""
-        self.given = messages
         try:
             for message in messages[len(self.done) :]:
                 self.done.append(await self.one(message))
@@ -27,9 +25,9 @@ class SeenMessages:
             raise RolloutFailed("agent_error", f"an image in the messages: {e}") from None
         return self.done
 
-    async def show_again(self) -> None:
-        """Gives the group's engine, which may be another than before, the images once more. Raises RolloutFailed."""
-        messages, self.done = self.given, []
+    async def show_again(self, messages: Messages) -> None:
+        """Gives the group's engine, which may be another than before, all their images once more. Raises RolloutFailed."""
+        self.done = []
         await self.shown(messages)
 
     async def one(self, message: Message) -> Message:

@@ -1,8 +1,8 @@
 """Resumable checkpoints: sharded, written in the background, complete and intact or ignored.
 
 A checkpoint is the folder <path>/<tag> on storage that all ranks share: torch.distributed.checkpoint's files (model, optimizer, steps),
-`rng-<rank>.pt` of each rank, `client_state.json`, the rollouts that waited to be trained and, last, `complete` with the size and CRC-32 of every other file. It gets its name when it
-is complete. Guarantees: what is written is the state at the call, whatever training does meanwhile; a save that fails (disk full, a rank
+`rng-<rank>.pt` of each rank, `client_state.json`, the groups that waited to be trained and, last, `complete` with the size and CRC-32 of every
+other file. It gets its name when it is complete. Guarantees: what is written is the state at the call, whatever training does meanwhile; a save that fails (disk full, a rank
 that died) leaves the checkpoints before it as they were; one that is damaged is told and passed over for the one before; the newest `max_num`
 and the best by evaluation are kept; it loads at any world size, bit-identical at the same one.
 """
@@ -26,13 +26,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from molt_ray.errors import RunError
+from molt_ray.record import DRAFT, draft_of
 from molt_ray.trainer.learner import Learner
 from molt_ray.trainer.value import CriticLearner
 
 MARKER = "complete"
 PARTIAL = ".partial"  # ends the name of one that is being written
 BEST = "best.json"  # which checkpoint, and by what
-DRAFT = ".draft"  # ends the name of a file that is not whole yet
 CHUNK = 2**24
 
 
@@ -198,7 +198,7 @@ class Checkpoints:
 
 def write_whole(file: Path, content: dict[str, Any]) -> None:
     """Writes JSON so that the file is there whole or not at all."""
-    draft = file.with_name(f"{file.name}{DRAFT}")
+    draft = draft_of(file)
     with draft.open("w") as opened:
         json.dump(content, opened)
         opened.flush()
