@@ -13,8 +13,8 @@ import time
 from ray.exceptions import RayError
 
 from molt_ray.config import Config
-from molt_ray.engine.fleet import Fleet
-from molt_ray.engine.roster import Roster
+from molt_ray.engine.fleet.fleet import Fleet
+from molt_ray.engine.fleet.roster import Roster
 from molt_ray.errors import RunError
 from molt_ray.metrics import MetricsLog
 from molt_ray.rollout.evaluator import Evaluation, Evaluator

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from molt_ray.config import Config, refuse
-from molt_ray.engine.roster import NAMESPACE, actor_name
+from molt_ray.names import NAMESPACE, roster_name
 
 DEAD_DRIVER_S = 10.0  # for what a killed driver owned to go; on one machine it is a second
 
@@ -93,7 +93,7 @@ def refuse_running_name(config: Config) -> None:
     deadline = time.monotonic() + DEAD_DRIVER_S
     while True:
         try:
-            ray.get_actor(actor_name(config.run.name), namespace=NAMESPACE)
+            ray.get_actor(roster_name(config.run.name), namespace=NAMESPACE)
         except ValueError:
             return
         if time.monotonic() > deadline:

@@ -25,8 +25,8 @@ from molt_ray import resources
 from molt_ray.algorithm.advantage import advantage_values, estimator_of
 from molt_ray.algorithm.kl_controller import KlController
 from molt_ray.config import Config
-from molt_ray.engine.fleet import Fleet
-from molt_ray.engine.roster import RefitFailed
+from molt_ray.engine.fleet.fleet import Fleet
+from molt_ray.engine.fleet.roster import RefitFailed
 from molt_ray.errors import LostPayload
 from molt_ray.experience import Row
 from molt_ray.handoff import StepPlan, plan_step, quiet_data, to_datasets

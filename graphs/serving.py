@@ -19,10 +19,11 @@ from graphs.graph import Edge, Graph, Node
 from graphs.lifecycle import Timer, stop_on_signals, together
 from molt_ray import resources
 from molt_ray.config import Config
-from molt_ray.engine.fleet import Fleet
-from molt_ray.handles import hang_up
+from molt_ray.engine.fleet.fleet import Fleet
+from molt_ray.handles import handle_of, hang_up
+from molt_ray.names import app_name, evaluation_name
 from serve_apps import agents, capture
-from serve_apps.deploy import app_name, deploy, evaluation_name, release, sweep, sweep_leftovers, wait_running
+from serve_apps.deploy import deploy, release, sweep, sweep_leftovers, wait_running
 
 AgentForm = Literal["env", "chat"]
 
@@ -89,7 +90,7 @@ class Serving:
             applications[app_name(run, "capture")] = capture.app(self.config)
         deploy(applications, routes={app_name(run, "capture"): f"/{run}"})
         await asyncio.gather(*(wait_running(name, self.config.vllm.start_timeout_s) for name in applications))
-        self.workers = serve.get_deployment_handle("AgentWorker", app_name(run, "agents"))
+        self.workers = handle_of(run, "agents")
 
     async def stop(self) -> None:
         """Stops the engines and lets go of the workers, which a sweep takes down. Safe at any time."""

@@ -1,4 +1,4 @@
-"""What ends a run, as opposed to a bug: the message alone tells a user why and what to do."""
+"""What ends a run, or one rollout of it, as opposed to a bug: the message alone tells a user why and what to do."""
 
 
 class RunError(RuntimeError):
@@ -14,3 +14,7 @@ class LostPayload(RunError):
 
     def __reduce__(self) -> tuple:
         return type(self), (self.groups,)
+
+
+class AgentError(Exception):
+    """The user's code failed; the message holds its traceback."""

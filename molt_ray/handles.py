@@ -10,13 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ray.serve.handle import DeploymentHandle
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from molt_ray.names import DEPLOYMENTS, app_name
 
 HANG_UP_S = 10.0
 logger = logging.getLogger(__name__)
+
+
+def handle_of(run_name: str, part: str) -> DeploymentHandle:
+    """The handle of a part of a run, a key of names.DEPLOYMENTS."""
+    return serve.get_deployment_handle(DEPLOYMENTS[part], app_name(run_name, part))
 
 
 def call_apart(method: Any, *args: Any) -> Any:

@@ -16,6 +16,7 @@ from molt_ray.agents.runners import StepEnvRunner
 from molt_ray.capture.template import HfTemplate
 from molt_ray.config import Config
 from molt_ray.experience import Pack
+from molt_ray.names import DEPLOYMENTS
 from molt_ray.resources import AGENT_WORKER_CPUS
 from molt_ray.rollout.messages import GroupTask, GroupUpdate
 from molt_ray.rollout.worker import RolloutWorker
@@ -28,7 +29,7 @@ DRAIN_POLL_S = 0.2
 HEALTH_S = 2.0  # a worker that died is replaced after about as long; Serve's own 10 s kept groups waiting for 14
 
 
-@serve.deployment(name="AgentWorker", graceful_shutdown_wait_loop_s=DRAIN_POLL_S)
+@serve.deployment(name=DEPLOYMENTS["agents"], graceful_shutdown_wait_loop_s=DRAIN_POLL_S)
 class AgentWorker:
     """One worker process: loads the agent, and runs groups."""
 
@@ -50,7 +51,7 @@ class AgentWorker:
     def connect(self) -> None:
         """Finds the engine or the capture deployment, once. Not at start: a run's applications start side by side."""
         if self.is_env and self.worker.engine is None:
-            from molt_ray.engine.client import EngineClient
+            from molt_ray.engine.calls.client import EngineClient
 
             self.worker.engine = EngineClient(self.config.run.name)
         if not self.is_env and self.worker.capture is None:

@@ -24,8 +24,10 @@ from molt_ray.capture.dialect import dialect_of, error_body
 from molt_ray.capture.server import bind, start
 from molt_ray.capture.session import Session, SessionError, SessionIds, Sessions
 from molt_ray.config import Config
-from molt_ray.engine.image_sender import ImageSender
+from molt_ray.engine.calls.image_sender import ImageSender
+from molt_ray.handles import handle_of
 from molt_ray.images import Image, ImageTokens
+from molt_ray.names import DEPLOYMENTS
 from molt_ray.resources import CAPTURE_CPUS
 from serve_apps.engine import with_variables
 
@@ -40,14 +42,14 @@ LETTING_GO_S = 10.0  # for the requests of a closed session to end
 HOP_HEADERS = {"host", "connection", "keep-alive", "transfer-encoding", "upgrade", "content-length"}
 
 
-@serve.deployment(name="Capture", graceful_shutdown_wait_loop_s=0.2)
+@serve.deployment(name=DEPLOYMENTS["capture"], graceful_shutdown_wait_loop_s=0.2)
 class Capture:
     """One replica: vLLM's API application over the sessions that it owns."""
 
     async def __init__(self, config: Config, secret: bytes) -> None:
-        from molt_ray.engine.api_app import build_gate  # imports vllm: 8 to 12 s
+        from molt_ray.engine.api.app import build_gate  # imports vllm: 8 to 12 s
 
-        handle = serve.get_deployment_handle("PolicyEngine", f"{config.run.name}-engine")
+        handle = handle_of(config.run.name, "engine")
         # gRPC: 0.2 ms a streamed item instead of 1.2 through the object store. No references travel here: they would leak.
         self.engine = handle.options(stream=True, _by_reference=False)
         self.sender = ImageSender(self.engine)

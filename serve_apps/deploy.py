@@ -16,22 +16,13 @@ from ray.serve import RunTarget
 from ray.serve.schema import ApplicationStatus
 
 from molt_ray.errors import RunError
+from molt_ray.names import applications_of, replica_mark
 
-PARTS = ("engine", "capture", "agents")
 SWEEP_S = 120.0
 
 
 class DeployError(RunError):
     """An application that did not come up; the message is its replica's."""
-
-
-def app_name(run_name: str, part: str) -> str:
-    return f"{run_name}-{part}"
-
-
-def evaluation_name(run_name: str) -> str:
-    """The name in whose place engines and workers kept for evaluations run. The dot keeps it apart from every run's own."""
-    return f"{run_name}.eval"
 
 
 def deploy(applications: dict[str, serve.Application], routes: dict[str, str]) -> None:
@@ -54,11 +45,6 @@ async def wait_running(name: str, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             raise DeployError(f"Serve application {name} is {state.value} after {timeout_s:g} s: {message}")
         await asyncio.sleep(0.2)
-
-
-def applications_of(run_name: str) -> set[str]:
-    """The names of all that a run may start, for its evaluations too."""
-    return {app_name(name, part) for name in (run_name, evaluation_name(run_name)) for part in PARTS}
 
 
 def present(run_name: str) -> list[str]:
@@ -88,7 +74,7 @@ def sweep_leftovers(run_name: str) -> None:
     """The same for what a run left behind whose driver was killed. Nobody waits for its answers, so its replicas are killed: an agent that
     calls an engine which that run had paused would else be waited for, up to its deadline."""
     release(run_name)
-    marks = tuple(f"SERVE_REPLICA::{name}#" for name in applications_of(run_name))
+    marks = tuple(replica_mark(name) for name in applications_of(run_name))
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["name"].startswith(marks):
             with contextlib.suppress(ValueError):  # it has ended by itself

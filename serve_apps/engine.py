@@ -1,6 +1,6 @@
 """The Serve application of the engines: one PolicyEngine per replica, named `<run.name>-engine`.
 
-Thin: what an engine does is in molt_ray/engine/policy_engine.py. Here: how many, on what, who reaches which, and the Roster.
+Thin: what an engine does is in molt_ray/engine/policy/policy_engine.py. Here: how many, on what, who reaches which, and the Roster.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from molt_ray.config import Config, VllmConfig
-from molt_ray.engine import scaling
 from molt_ray.engine.arguments import cpu_environment
-from molt_ray.engine.last_error import last_error
-from molt_ray.engine.roster import NAMESPACE, SERVE, RefitFailed, actor_name
+from molt_ray.engine.fleet import scaling
+from molt_ray.engine.fleet.roster import SERVE, RefitFailed
+from molt_ray.engine.policy.last_error import last_error
+from molt_ray.names import DEPLOYMENTS, NAMESPACE, roster_name
 from molt_ray.resources import ENGINE_CPUS
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
-    from molt_ray.engine.policy_engine import Outcome, PolicyEngine
-    from molt_ray.engine.protocol import EngineLoad, GenerateRequest
+    from molt_ray.engine.calls.protocol import EngineLoad, GenerateRequest
+    from molt_ray.engine.policy.policy_engine import Outcome, PolicyEngine
     from molt_ray.images import Image, ImageTokens
 
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
 
 
-@serve.deployment(name="PolicyEngine")
+@serve.deployment(name=DEPLOYMENTS["engine"])
 class EngineReplica:
     """One engine. Its constructor returns when it may serve: at once with the checkpoint's weights, or after the next refit."""
 
@@ -41,9 +42,9 @@ class EngineReplica:
         self.replica_id = serve.get_replica_context().replica_id.unique_id
         self.engine: PolicyEngine | None = None
         self.left = False  # the roster has struck it off
-        self.roster = ray.get_actor(actor_name(config.run.name), namespace=NAMESPACE)
+        self.roster = ray.get_actor(roster_name(config.run.name), namespace=NAMESPACE)
         try:
-            from molt_ray.engine.policy_engine import PolicyEngine  # 8 to 12 s: vllm and torch
+            from molt_ray.engine.policy.policy_engine import PolicyEngine  # 8 to 12 s: vllm and torch
 
             engine = PolicyEngine(config, gpu=gpu)
             await engine.start()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from molt_ray.engine.protocol import GenerateRequest, Generation
+from molt_ray.engine.calls.protocol import GenerateRequest, Generation
 from molt_ray.experience import Pack, Row
 from molt_ray.rollout.messages import GroupTask, GroupUpdate
 from molt_ray.rollout.worker import RolloutWorker

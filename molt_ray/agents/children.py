@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from molt_ray.agents.frames import HEADER, pack_frame
-from molt_ray.agents.hosts import AgentError
+from molt_ray.errors import AgentError
 
 CLOSE_S = 5.0  # how long killed processes may take to be gone at the end
 REAP_POLL_S = 0.02

@@ -11,19 +11,14 @@ import inspect
 import logging
 import traceback
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from molt_ray.agents.api import ChatAgent, Env
+from molt_ray.agents.children import ChildPool
 from molt_ray.agents.runners import Method, Runner, invoke
-
-if TYPE_CHECKING:
-    from molt_ray.agents.children import ChildPool
+from molt_ray.errors import AgentError
 
 log = logging.getLogger(__name__)
-
-
-class AgentError(Exception):
-    """The user's code failed; the message holds its traceback."""
 
 
 class Host(Protocol):

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from ray import serve
 
 from molt_ray.capture.tree import Break
 from molt_ray.experience import Segment
+from molt_ray.handles import handle_of
 
 OPEN_TIMEOUT_S = 120.0  # a replica may be starting
 CLOSE_TIMEOUT_S = 60.0
@@ -49,7 +49,7 @@ class CaptureClient:
     """One per process and run; for one event loop."""
 
     def __init__(self, run_name: str) -> None:
-        handle = serve.get_deployment_handle("Capture", f"{run_name}-capture")
+        handle = handle_of(run_name, "capture")
         self.handle = handle.options(stream=True, _by_reference=False)
         self.http = httpx.AsyncClient(timeout=CLOSE_TIMEOUT_S, limits=httpx.Limits(max_connections=None))
 

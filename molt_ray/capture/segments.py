@@ -6,14 +6,10 @@ A leaf is abandoned when a turn began in a branch beside it after it had ended.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from molt_ray.capture.turn import SampledTurn
 from molt_ray.experience import CONTEXT, Segment, Turn
-
-if TYPE_CHECKING:
-    from molt_ray.capture.tree import SampledTurn
 
 
 def segments_of(turns: list[SampledTurn], *, train_abandoned: bool) -> list[Segment]:

@@ -19,7 +19,8 @@ from typing import Any
 
 from molt_ray.capture.history import Histories, History
 from molt_ray.capture.message import Message
-from molt_ray.capture.tree import Placement, SampledTurn, TokenTree
+from molt_ray.capture.tree import TokenTree
+from molt_ray.capture.turn import Placement, SampledTurn
 
 RANDOM_BYTES = 16
 MAC_BYTES = 16

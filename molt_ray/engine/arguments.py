@@ -15,7 +15,7 @@ from typing import Any
 
 from molt_ray.config import Config, ConfigError
 
-EXTENSION = "molt_ray.engine.weight_transfer.WorkerExtension"
+EXTENSION = "molt_ray.engine.weights.transfer.WorkerExtension"
 # Without these a refit or a proof would be silently wrong, so `vllm.extra` cannot set them.
 FIXED = ("model", "logprobs_mode", "generation_config", "weight_transfer_config", "max_model_len")
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from molt_ray.config import Config
-from molt_ray.engine.protocol import EngineLoad
+from molt_ray.engine.calls.protocol import EngineLoad
 from molt_ray.errors import RunError
 from molt_ray.experience import Row, mean_score
 from molt_ray.rollout.calls import stream_group

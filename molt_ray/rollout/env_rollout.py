@@ -17,9 +17,10 @@ from molt_ray.agents.api import RawText, Result, Sampling
 from molt_ray.agents.hosts import Host, opened
 from molt_ray.capture.fetch import ImageSource
 from molt_ray.capture.template import HfTemplate
-from molt_ray.capture.tree import Placement, SampledTurn, TokenTree
+from molt_ray.capture.tree import TokenTree
+from molt_ray.capture.turn import Placement, SampledTurn
 from molt_ray.config import Config
-from molt_ray.engine.protocol import ContextTooLong, Engine, GenerateRequest, Generation, ImageGone
+from molt_ray.engine.calls.protocol import ContextTooLong, Engine, GenerateRequest, Generation, ImageGone
 from molt_ray.images import ImageError, held_part, is_image, with_images
 from molt_ray.rollout.attempt import (
     Attempt,

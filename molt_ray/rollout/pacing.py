@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from molt_ray.engine.protocol import EngineLoad
+from molt_ray.engine.calls.protocol import EngineLoad
 
 FULL = 0.9  # of the KV cache held by running requests, while others wait: the cache is what they wait for
 ROOM = 0.7  # below it there is room for one more, and for contexts between their turns

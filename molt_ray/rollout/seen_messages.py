@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from molt_ray.capture.fetch import ImageSource
 from molt_ray.capture.tree import TokenTree
-from molt_ray.engine.protocol import Engine
+from molt_ray.engine.calls.protocol import Engine
 from molt_ray.images import Image, ImageError, Message, is_image, source_of
 from molt_ray.rollout.attempt import Messages, RolloutFailed
 

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from molt_ray.agents import deadline
 from molt_ray.agents.children import ChildPool
-from molt_ray.agents.hosts import AgentError, Host, leased
+from molt_ray.agents.hosts import Host, leased
 from molt_ray.agents.load import load_runner, options_of
 from molt_ray.agents.runners import StepEnvRunner
 from molt_ray.capture.template import HfTemplate
 from molt_ray.config import Config
-from molt_ray.engine.protocol import Engine
+from molt_ray.engine.calls.protocol import Engine
+from molt_ray.errors import AgentError
 from molt_ray.experience import MEDIA, Experience, Pack, PackRef, Row, experiences_of
 from molt_ray.rollout.attempt import Attempt, Outcome, Rollout, RolloutFailed
 from molt_ray.rollout.chat_rollout import ChatRollout

@@ -17,8 +17,8 @@ import torch
 
 from molt_ray.experience import ADDED_COLUMNS, SURVIVORS, Experience, Row
 from molt_ray.handoff import Share, StepPlan
-from molt_ray.trainer.shared_prefix import Bundle, common_prefixes
-from molt_ray.trainer.vision import Eyes, View, covered, pictures
+from molt_ray.trainer.model.shared_prefix import Bundle, common_prefixes
+from molt_ray.trainer.model.vision import Eyes, View, covered, pictures
 
 
 @dataclass(slots=True)

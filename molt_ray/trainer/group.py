@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from molt_ray.config import Config
-from molt_ray.engine.roster import RefitFailed
+from molt_ray.engine.fleet.roster import RefitFailed
 from molt_ray.errors import LostPayload, RunError
 from molt_ray.experience import PackRef, Row
 from molt_ray.handoff import StepPlan, plan_step, to_datasets

@@ -20,13 +20,13 @@ from molt_ray.algorithm.token_advantage import TokenBatch, gae_advantages, token
 from molt_ray.config import Config
 from molt_ray.handoff import StepPlan
 from molt_ray.trainer.collate import MicroBatch, Sample, by_sample, lay_out, plain
-from molt_ray.trainer.forward import compute_dtype, load_policy, score
-from molt_ray.trainer.mesh import Mesh, defer_partial_gradients, reshard
+from molt_ray.trainer.model.forward import compute_dtype, load_policy, score
+from molt_ray.trainer.model.mesh import Mesh, defer_partial_gradients, reshard
+from molt_ray.trainer.model.routers import RouterBalance
+from molt_ray.trainer.model.vision import eyes_of
 from molt_ray.trainer.objective import Objective, Terms, Work
 from molt_ray.trainer.optimizer import PolicyOptimizer
-from molt_ray.trainer.routers import RouterBalance
 from molt_ray.trainer.tally import Tally, means
-from molt_ray.trainer.vision import eyes_of
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from molt_ray.config import ActorConfig
-from molt_ray.trainer.mesh import Mesh, clip_gradients, sum_partial_gradients
+from molt_ray.trainer.model.mesh import Mesh, clip_gradients, sum_partial_gradients
 
 
 def constant(progress: float) -> float:

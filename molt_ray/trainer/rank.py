@@ -53,7 +53,7 @@ class Rank:
 
         from torch.distributed import TCPStore
 
-        from molt_ray.trainer.mesh import join
+        from molt_ray.trainer.model.mesh import join
 
         fsdp, world = self.config.fsdp, self.config.world_size
         if self.rank:
@@ -91,7 +91,7 @@ class LearningRank(Rank):
         self.total_steps = total_steps
 
     def keep_checkpoints(self) -> None:
-        from molt_ray.trainer.checkpoint import Checkpoints
+        from molt_ray.trainer.state.checkpoint import Checkpoints
 
         self.checkpoints = Checkpoints(
             Path(self.config.ckpt.path), self.config.ckpt.max_num, self.config.fsdp.timeout_s
@@ -118,7 +118,7 @@ class LearningRank(Rank):
         return self.checkpoints.intact(tag)
 
     def weights_digest(self) -> str:
-        from molt_ray.trainer.weights import digest
+        from molt_ray.trainer.state.weights import digest
 
         return digest(self.learner.model)
 
@@ -137,7 +137,7 @@ class TrainerRank(LearningRank):
 
     def load_model(self) -> None:
         from molt_ray.trainer.learner import Learner
-        from molt_ray.trainer.weights import CheckpointWeights, SharedIteration
+        from molt_ray.trainer.state.weights import CheckpointWeights, SharedIteration
 
         # Rank 0: by run name of engines; made at their first refit, each keeps its transfer group.
         self.senders: dict[str, Any] = {}
@@ -159,7 +159,7 @@ class TrainerRank(LearningRank):
 
     def refit(self, version: int, sender_args: dict[str, Any]) -> dict[str, float]:
         """Sends the weights to the engines as `version`; the sender's timings on rank 0, nothing elsewhere."""
-        from molt_ray.trainer.weights import follow
+        from molt_ray.trainer.state.weights import follow
 
         if self.rank:
             follow(self.weights)
@@ -173,7 +173,7 @@ class TrainerRank(LearningRank):
             self.shared.finish()
 
     def export(self, folder: str) -> None:
-        from molt_ray.trainer.export import export
+        from molt_ray.trainer.state.export import export
 
         export(self.weights, self.config.actor.model_name_or_path, Path(folder))
 
@@ -242,7 +242,7 @@ def write_waiting(waiting: Waiting, timeout_s: float, folder: Path) -> Callable[
 
 
 def weight_sender_class() -> type:
-    from molt_ray.engine.weight_sender import WeightSender
+    from molt_ray.engine.weights.sender import WeightSender
 
     return WeightSender
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from molt_ray.trainer.mesh import Mesh
+from molt_ray.trainer.model.mesh import Mesh
 
 # Sums over action tokens, to be divided by the tokens they were taken over (see `means`).
 SUMS = (

@@ -16,8 +16,8 @@ from molt_ray.algorithm.loss import value_loss
 from molt_ray.config import Config, ConfigError
 from molt_ray.handoff import StepPlan
 from molt_ray.trainer.collate import MicroBatch, Sample, by_sample, lay_out
-from molt_ray.trainer.forward import checked_config, compute_dtype, load_sharded, ready
-from molt_ray.trainer.mesh import Mesh, defer_partial_gradients, local, reshard
+from molt_ray.trainer.model.forward import checked_config, compute_dtype, load_sharded, ready
+from molt_ray.trainer.model.mesh import Mesh, defer_partial_gradients, local, reshard
 from molt_ray.trainer.optimizer import PolicyOptimizer
 
 HEAD = "score"  # what transformers calls the layer that it puts on the body of a token classifier

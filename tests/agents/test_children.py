@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from molt_ray.agents.children import ChildPool
-from molt_ray.agents.hosts import AgentError, leased, opened
+from molt_ray.agents.hosts import leased, opened
 from molt_ray.agents.load import load_runner
+from molt_ray.errors import AgentError
 
 AGENT = '''
 import asyncio, os, subprocess, sys, time

@@ -11,7 +11,7 @@ import pytest
 
 from molt_ray.agents import deadline
 from molt_ray.agents.deadline import bounded
-from molt_ray.agents.hosts import AgentError
+from molt_ray.errors import AgentError
 
 
 @pytest.fixture(autouse=True)

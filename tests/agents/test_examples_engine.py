@@ -16,8 +16,8 @@ from scripted import Answer, run
 from molt_ray.capture.client import CaptureClient
 from molt_ray.capture.template import HfTemplate
 from molt_ray.config import Config
-from molt_ray.engine.client import EngineClient
-from molt_ray.engine.fleet import Fleet
+from molt_ray.engine.calls.client import EngineClient
+from molt_ray.engine.fleet.fleet import Fleet
 from molt_ray.rollout.worker import RolloutWorker
 from molt_ray.tasks import generate
 from serve_apps import capture

@@ -125,7 +125,8 @@ async def vllm_app(config: Any, stub: StubEngine) -> Any:
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
-    from molt_ray.engine.api_app import CaptureEngineClient, api_arguments
+    from molt_ray.engine.api.app import api_arguments
+    from molt_ray.engine.api.capture_client import CaptureEngineClient
 
     class StubClient(CaptureEngineClient):
         async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> Any:
@@ -146,7 +147,7 @@ async def serve(pipe: Any, model: str, template: str, spaced: bool) -> None:
     from molt_ray.capture.server import bind, start
     from molt_ray.capture.session import SessionIds, Sessions
     from molt_ray.config import Config
-    from molt_ray.engine.api_app import build_gate
+    from molt_ray.engine.api.app import build_gate
 
     capture = {"tool_call_parser": "hermes", "chat_template": template}
     config = Config(actor={"model_name_or_path": model}, data={"max_len": MAX_LEN}, capture=capture)

@@ -33,9 +33,9 @@ from molt_ray.handoff import StepPlan, plan_step
 from molt_ray.tiny import DIGIT_SYMBOLS, make_last_digit
 from molt_ray.trainer.collate import Sample
 from molt_ray.trainer.learner import Learner, Reference
-from molt_ray.trainer.mesh import Mesh, join
+from molt_ray.trainer.model.mesh import Mesh, join
+from molt_ray.trainer.state.weights import CheckpointWeights
 from molt_ray.trainer.value import CriticLearner
-from molt_ray.trainer.weights import CheckpointWeights
 
 RECIPE = Path(__file__).parents[2] / "jobs/recipes/last_digit.yaml"
 TARGET = 0.9  # mean reward of WINDOW steps

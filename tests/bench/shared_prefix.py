@@ -24,8 +24,8 @@ from molt_ray.experience import Experience, Segment, Turn, experiences_of
 from molt_ray.handoff import StepPlan, plan_step
 from molt_ray.trainer.collate import Sample, lay_out
 from molt_ray.trainer.learner import Learner
-from molt_ray.trainer.mesh import join
-from molt_ray.trainer.shared_prefix import ATTENTION
+from molt_ray.trainer.model.mesh import join
+from molt_ray.trainer.model.shared_prefix import ATTENTION
 
 LAYOUTS = {"padded": (False, False), "packed": (True, False), "shared": (False, True)}  # packing_samples, share_prefix
 

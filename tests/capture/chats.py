@@ -143,7 +143,7 @@ class Kitchen:
 
         from molt_ray.capture.session import SessionIds, Sessions
         from molt_ray.config import Config
-        from molt_ray.engine.api_app import build_gate
+        from molt_ray.engine.api.app import build_gate
 
         make_folder(family, folder, base, max(8192, max_len))
         capture = {"tool_call_parser": family.tools, "reasoning_parser": family.reasoning}

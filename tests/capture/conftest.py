@@ -181,8 +181,8 @@ async def serving(model: Path, **capture: Any) -> AsyncIterator[Endpoint]:
     from molt_ray.capture.server import bind, start
     from molt_ray.capture.session import SessionIds, Sessions
     from molt_ray.config import Config
-    from molt_ray.engine.api_app import build_gate
-    from molt_ray.engine.image_store import ImageStore
+    from molt_ray.engine.api.app import build_gate
+    from molt_ray.engine.policy.image_store import ImageStore
 
     config = Config(actor={"model_name_or_path": str(model)}, data={"max_len": 512}, capture=capture)
     sock = bind("127.0.0.1")

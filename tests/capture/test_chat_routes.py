@@ -10,8 +10,8 @@ import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from molt_ray.capture.session import SessionIds, Sessions
-from molt_ray.engine import chat_routes
-from molt_ray.engine.chat_routes import read
+from molt_ray.engine.api import chat_routes
+from molt_ray.engine.api.chat_routes import read
 
 from .test_endpoint import TOOLS
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molt_ray.capture.tree import SampledTurn
+from molt_ray.capture.turn import SampledTurn
 from molt_ray.experience import CONTEXT, experiences_of
 
 from .test_tree import Rollout, call, said, tool_message, user

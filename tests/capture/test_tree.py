@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from molt_ray.capture.template import HfTemplate
-from molt_ray.capture.tree import SampledTurn, TokenTree
+from molt_ray.capture.tree import TokenTree
+from molt_ray.capture.turn import SampledTurn
 from molt_ray.tiny import byte_tokenizer
 
 from .templates import TEMPLATES, template

@@ -14,7 +14,7 @@ from ray import serve
 
 from molt_ray.capture.client import CaptureClient
 from molt_ray.config import Config
-from molt_ray.engine.fleet import Fleet
+from molt_ray.engine.fleet.fleet import Fleet
 from serve_apps import capture
 
 RUN = "capture-engine"

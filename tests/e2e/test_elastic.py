@@ -12,7 +12,7 @@ from clusters import started
 from test_loop import configure, largest_gap, records_of, weights_of_versions
 
 import graphs.rl
-from molt_ray.engine.fleet import Fleet, leaving
+from molt_ray.engine.fleet.fleet import Fleet, leaving
 from molt_ray.metrics import read_metrics
 
 HERE = Path(__file__).parent

@@ -44,11 +44,11 @@ def strike(number: int, *, while_it: str, count: int, process: int = 0) -> Calla
     def arm(rank: object) -> None:
         import functools
 
-        from molt_ray.engine import weight_transfer
-        from molt_ray.trainer.weights import CheckpointWeights
+        from molt_ray.engine.weights import transfer
+        from molt_ray.trainer.state.weights import CheckpointWeights
 
         calls = itertools.count(1)
-        holder, name = {"gather": (CheckpointWeights, "gather"), "broadcast": (weight_transfer, "broadcast")}[while_it]
+        holder, name = {"gather": (CheckpointWeights, "gather"), "broadcast": (transfer, "broadcast")}[while_it]
         go_on = getattr(holder, name)
 
         def fall(*arguments: object) -> object:
@@ -57,7 +57,7 @@ def strike(number: int, *, while_it: str, count: int, process: int = 0) -> Calla
             return go_on(*arguments)
 
         setattr(holder, name, fall)
-        weight_transfer.GlooUpdateInfo = functools.partial(weight_transfer.GlooUpdateInfo, bucket_bytes=4096)
+        transfer.GlooUpdateInfo = functools.partial(transfer.GlooUpdateInfo, bucket_bytes=4096)
 
     return arm
 

@@ -26,7 +26,7 @@ def engine_config(model: Path, **vllm: Any) -> Config:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engines(models: dict[str, Path]) -> AsyncIterator[Callable[[str], Awaitable[Any]]]:
     """`await engines(kind, tp)`: the session's engine of that kind of model, on `tp` workers, started when first asked for."""
-    from molt_ray.engine.policy_engine import PolicyEngine
+    from molt_ray.engine.policy.policy_engine import PolicyEngine
 
     running: dict[tuple[str, int], PolicyEngine] = {}
     extra = {"worker_extension_cls": "tests.engine.repairs.RepairsSwitch"}

@@ -13,8 +13,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, layerwise_groups
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from molt_ray.engine.policy_engine import PolicyEngine
-from molt_ray.engine.weight_transfer import GlooTrainerInitInfo
+from molt_ray.engine.policy.policy_engine import PolicyEngine
+from molt_ray.engine.weights.transfer import GlooTrainerInitInfo
 
 
 class Reference(WeightSource):

@@ -82,7 +82,7 @@ def test_sync_backend(option: str, gpu: bool, backend: str) -> None:
 def test_the_launch_check_and_the_client_import_neither_torch_nor_vllm() -> None:
     code = (
         "import sys; from molt_ray.config import Config; from molt_ray.engine.arguments import check_engine_arguments;"
-        "import molt_ray.engine.client, molt_ray.engine.fleet, molt_ray.engine.roster, serve_apps.engine;"
+        "import molt_ray.engine.calls.client, molt_ray.engine.fleet.fleet, molt_ray.engine.fleet.roster, serve_apps.engine;"
         "check_engine_arguments(Config(), gpu=False); print({'torch', 'vllm', 'transformers'} & set(sys.modules))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

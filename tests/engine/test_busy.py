@@ -1,6 +1,6 @@
 """The clock of an engine's work, on a clock of its own."""
 
-from molt_ray.engine.busy import BusyClock
+from molt_ray.engine.policy.busy import BusyClock
 
 
 def test_overlapping_requests_count_once_and_a_paused_engine_is_idle():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pictures import picture
 
-from molt_ray.engine.protocol import GenerateRequest, ImageGone
+from molt_ray.engine.calls.protocol import GenerateRequest, ImageGone
 from molt_ray.images import Image, ImageTokens, expanded
 from tests.engine.reference import Reference, refit
 

@@ -14,10 +14,10 @@ import ray
 from ray import serve
 
 from molt_ray.config import Config
-from molt_ray.engine.client import EngineClient
-from molt_ray.engine.fleet import EngineStartFailed, Fleet
-from molt_ray.engine.protocol import ContextTooLong, EngineError, GenerateRequest
-from molt_ray.engine.roster import RefitFailed
+from molt_ray.engine.calls.client import EngineClient
+from molt_ray.engine.calls.protocol import ContextTooLong, EngineError, GenerateRequest
+from molt_ray.engine.fleet.fleet import EngineStartFailed, Fleet
+from molt_ray.engine.fleet.roster import RefitFailed
 from tests.engine.conftest import engine_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -53,7 +53,7 @@ class Trainer:
     """Rank 0 of a trainer: a plain model and its sender."""
 
     def __init__(self, model: Path, sender_args: dict[str, Any]) -> None:
-        from molt_ray.engine.weight_sender import WeightSender
+        from molt_ray.engine.weights.sender import WeightSender
         from tests.engine.reference import Reference
 
         self.reference = Reference(model)
@@ -244,7 +244,7 @@ async def test_a_broken_replica_leaves_and_its_successor_waits_for_the_next_weig
     """Serve waits for the requests of one that it finds unhealthy: paused as they are they would never end. It dies once it is off the roster."""
 
     def break_engine(replica: object) -> None:
-        from molt_ray.engine.policy_engine import PolicyEngine
+        from molt_ray.engine.policy.policy_engine import PolicyEngine
 
         health = PolicyEngine.health
 

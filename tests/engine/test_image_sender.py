@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pictures import picture
 
-from molt_ray.engine.image_sender import ImageSender
+from molt_ray.engine.calls.image_sender import ImageSender
 from molt_ray.images import Image, ImageError, ImageTokens
 
 ONE, TWO = Image.of(picture(1)), Image.of(picture(2))

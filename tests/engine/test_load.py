@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from molt_ray.engine.policy_engine import PolicyEngine
-from molt_ray.engine.protocol import GenerateRequest
+from molt_ray.engine.calls.protocol import GenerateRequest
+from molt_ray.engine.policy.policy_engine import PolicyEngine
 from tests.engine.conftest import engine_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

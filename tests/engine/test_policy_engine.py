@@ -16,8 +16,8 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 
 from molt_ray.config import Config
-from molt_ray.engine.policy_engine import PolicyEngine, messages
-from molt_ray.engine.protocol import ContextTooLong, EngineError, GenerateRequest, Generation
+from molt_ray.engine.calls.protocol import ContextTooLong, EngineError, GenerateRequest, Generation
+from molt_ray.engine.policy.policy_engine import PolicyEngine, messages
 from tests.engine.reference import Reference, refit
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

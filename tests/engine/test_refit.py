@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from molt_ray.engine.protocol import EngineError, GenerateRequest
+from molt_ray.engine.calls.protocol import EngineError, GenerateRequest
 from tests.engine.reference import Reference, refit
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from molt_ray.engine.roster import LEAVE, SERVE, RefitFailed, Roster, RosterActor, check_answers, collect
+from molt_ray.engine.fleet.roster import LEAVE, SERVE, RefitFailed, Roster, RosterActor, check_answers, collect
 
 
 def roster(*names: str, workers: int = 1) -> Roster:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from molt_ray.engine.scaling import KV_USE, WAITING, EnginePolicy
+from molt_ray.engine.fleet.scaling import KV_USE, WAITING, EnginePolicy
 
 
 def wanted(waiting: list[float], kv: list[float], *, target: int, low: int = 1, high: int = 3) -> int:

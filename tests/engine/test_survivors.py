@@ -13,8 +13,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from molt_ray.capture.sampling import listed_logprobs
-from molt_ray.engine.protocol import GenerateRequest
-from molt_ray.engine.survivors import Listed, flat_survivors, survivors_of
+from molt_ray.engine.calls.protocol import GenerateRequest
+from molt_ray.engine.policy.survivors import Listed, flat_survivors, survivors_of
 from tests.engine.reference import Reference, refit
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

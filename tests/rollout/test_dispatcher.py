@@ -8,7 +8,7 @@ import pytest
 
 from molt_ray.command_line import build
 from molt_ray.config import Config
-from molt_ray.engine.protocol import EngineLoad
+from molt_ray.engine.calls.protocol import EngineLoad
 from molt_ray.experience import Row
 from molt_ray.rollout import dispatcher as module
 from molt_ray.rollout.dispatcher import Dispatcher, RolloutError

@@ -9,7 +9,7 @@ import pytest
 
 from graphs.held_out import HeldOut
 from molt_ray.command_line import build
-from molt_ray.engine.roster import Roster
+from molt_ray.engine.fleet.roster import Roster
 from molt_ray.errors import RunError
 from molt_ray.experience import Row
 from molt_ray.rollout.evaluator import Evaluation

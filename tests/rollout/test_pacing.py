@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from molt_ray.engine.protocol import EngineLoad
+from molt_ray.engine.calls.protocol import EngineLoad
 from molt_ray.rollout.pacing import CALM, CUT, SETTLE, Pacing
 
 IDLE = EngineLoad(0, False, 0, 0, 0.0, 0, 0.0, 0, 0, 0, 0)

@@ -11,7 +11,7 @@ from scripted import HangingEngine, ScriptedEngine, run
 
 from molt_ray.algorithm.advantage import turn_credit
 from molt_ray.config import AdvantageConfig
-from molt_ray.engine.protocol import ContextTooLong
+from molt_ray.engine.calls.protocol import ContextTooLong
 from molt_ray.metrics import rollout_metrics
 from molt_ray.rollout import worker as worker_module
 from molt_ray.rollout.messages import GroupTask, GroupUpdate

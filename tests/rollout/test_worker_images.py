@@ -16,7 +16,7 @@ from scripted import ScriptedEngine, run
 
 from molt_ray.capture.template import HfTemplate
 from molt_ray.config import Config
-from molt_ray.engine.protocol import ImageGone
+from molt_ray.engine.calls.protocol import ImageGone
 from molt_ray.rollout.worker import RolloutWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

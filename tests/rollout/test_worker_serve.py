@@ -16,11 +16,12 @@ from ray import serve
 from ray.exceptions import ActorDiedError
 
 from molt_ray.config import Config
-from molt_ray.engine.protocol import GenerateRequest, Generation
+from molt_ray.engine.calls.protocol import GenerateRequest, Generation
+from molt_ray.names import app_name
 from molt_ray.rollout.calls import stream_group
 from molt_ray.rollout.messages import GroupTask
 from serve_apps.agents import app
-from serve_apps.deploy import DeployError, app_name, deploy, wait_running
+from serve_apps.deploy import DeployError, deploy, wait_running
 
 RUN = "worker-test"
 LONG = 30_000  # tokens of a reply: at 21 bytes a token, well over the 100 KB below which Ray inlines an object

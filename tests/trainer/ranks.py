@@ -18,8 +18,8 @@ from molt_ray.handoff import Share, StepPlan, Window, plan_step
 TIMEOUT_S = 100.0
 PRELOAD = [
     "molt_ray.trainer.learner",
-    "molt_ray.trainer.checkpoint",
-    "molt_ray.trainer.export",
+    "molt_ray.trainer.state.checkpoint",
+    "molt_ray.trainer.state.export",
     "transformers.models.llama",
 ]
 
@@ -62,7 +62,7 @@ def enter(pipe: Any, work: Callable[..., Any], rank: int, world: int, port: int,
     import torch
     from torch.distributed import TCPStore, destroy_process_group
 
-    from molt_ray.trainer.mesh import join
+    from molt_ray.trainer.model.mesh import join
 
     torch.set_num_threads(1)
     try:
@@ -214,7 +214,7 @@ def deal(
 
 def parameters(learner: Any) -> dict[str, np.ndarray]:
     """Every parameter whole, by its checkpoint name; gathered by all ranks."""
-    from molt_ray.trainer.weights import CheckpointWeights
+    from molt_ray.trainer.state.weights import CheckpointWeights
 
     return {name: tensor.numpy().copy() for name, tensor in CheckpointWeights(learner.model, learner.dtype)}
 

@@ -105,8 +105,8 @@ def scores(mesh: Any, folder: Path) -> list[np.ndarray]:
     import torch
 
     from molt_ray.trainer.collate import Sample, collate
-    from molt_ray.trainer.forward import load_policy, score
-    from molt_ray.trainer.vision import Eyes
+    from molt_ray.trainer.model.forward import load_policy, score
+    from molt_ray.trainer.model.vision import Eyes
 
     model = load_policy(make_config(folder), mesh)
     eyes = Eyes(processor(), PAD, np.array([1, START, *[PAD] * 4, END]))

@@ -30,7 +30,7 @@ def steps(mesh: Any, learner: Any, seeds: range) -> list[dict[str, float]]:
 def save_half_way(mesh: Any, model: Path, folder: Path) -> Any:
     import torch
 
-    from molt_ray.trainer.checkpoint import Checkpoints
+    from molt_ray.trainer.state.checkpoint import Checkpoints
 
     learner, checkpoints = make_learner(mesh, model), Checkpoints(folder, 3, 60)
     steps(mesh, learner, range(2))
@@ -44,7 +44,7 @@ def save_half_way(mesh: Any, model: Path, folder: Path) -> Any:
 def resume(mesh: Any, model: Path, folder: Path) -> Any:
     import torch
 
-    from molt_ray.trainer.checkpoint import Checkpoints
+    from molt_ray.trainer.state.checkpoint import Checkpoints
 
     learner, checkpoints = make_learner(mesh, model), Checkpoints(folder, 3, 60)
     torch.manual_seed(1234)
@@ -68,7 +68,7 @@ def test_resuming_repeats_the_run(kind: str, models: dict[str, Path], tmp_path: 
 
 
 def keep_two(mesh: Any, model: Path, folder: Path) -> Any:
-    from molt_ray.trainer.checkpoint import Checkpoints, read_marker
+    from molt_ray.trainer.state.checkpoint import Checkpoints, read_marker
 
     learner, checkpoints = make_learner(mesh, model), Checkpoints(folder, 2, 60)
     nothing = checkpoints.load(learner)
@@ -96,7 +96,7 @@ def test_newest_complete_ones_are_kept_and_an_incomplete_one_is_not_loaded(
 
 
 def keep_the_best(mesh: Any, model: Path, folder: Path) -> Any:
-    from molt_ray.trainer.checkpoint import Checkpoints
+    from molt_ray.trainer.state.checkpoint import Checkpoints
 
     learner = make_learner(mesh, model)
     weights, news = {}, []
@@ -131,7 +131,7 @@ def test_the_best_is_kept_beside_the_newest_with_the_weights_that_were_evaluated
 
 
 def damage_the_newest(mesh: Any, model: Path, folder: Path, how: str) -> Any:
-    from molt_ray.trainer.checkpoint import CheckpointError, Checkpoints
+    from molt_ray.trainer.state.checkpoint import CheckpointError, Checkpoints
 
     learner, checkpoints = make_learner(mesh, model), Checkpoints(folder, 0, 60)
     for tag in ("a", "b"):
@@ -169,7 +169,7 @@ def fill_the_disk(mesh: Any, model: Path, folder: Path, cap: bool) -> Any:
 
     import torch.distributed as dist
 
-    from molt_ray.trainer.checkpoint import CheckpointError, Checkpoints
+    from molt_ray.trainer.state.checkpoint import CheckpointError, Checkpoints
 
     learner, checkpoints = make_learner(mesh, model), Checkpoints(folder, 3, 60)
     checkpoints.save(learner, "a", {"tag": "a"})
@@ -216,7 +216,7 @@ def test_a_full_file_system(models: dict[str, Path], tmp_path: Path) -> None:
 def fail_to_write(mesh: Any, model: Path, folder: Path) -> Any:
     import shutil
 
-    from molt_ray.trainer.checkpoint import CheckpointError, Checkpoints
+    from molt_ray.trainer.state.checkpoint import CheckpointError, Checkpoints
 
     learner, checkpoints = make_learner(mesh, model), Checkpoints(folder, 2, 60)
     checkpoints.prune = lambda: shutil.rmtree(folder / "nowhere")

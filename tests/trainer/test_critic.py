@@ -30,7 +30,7 @@ def gae_config(models: dict[str, Path], **changes: Any) -> Config:
 
 
 def weights_of(model: Any) -> dict[str, np.ndarray]:
-    from molt_ray.trainer.mesh import local
+    from molt_ray.trainer.model.mesh import local
 
     return {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else local(p)).detach().numpy().copy()
@@ -218,8 +218,8 @@ def distances(mesh: Any, config: Config, steps: int) -> list[float]:
 
 def save_and_load(mesh: Any, config: Config, folder: Path) -> float:
     """The largest difference of a critic's weights after training on and loading what it was."""
-    from molt_ray.trainer.checkpoint import Checkpoints
     from molt_ray.trainer.learner import Learner
+    from molt_ray.trainer.state.checkpoint import Checkpoints
     from molt_ray.trainer.value import CriticLearner
 
     critic, learner = CriticLearner(config.of_critic(), mesh, None), Learner(config, mesh, None)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from ranks import make_config, run_ranks
 
-from molt_ray.trainer import forward
 from molt_ray.trainer.collate import Survivors
-from molt_ray.trainer.forward import ChunkedScore
+from molt_ray.trainer.model import forward
+from molt_ray.trainer.model.forward import ChunkedScore
 
 N, D, V = 37, 16, 50
 

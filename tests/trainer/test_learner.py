@@ -110,7 +110,7 @@ def train_on_infinite_weight(mesh: Any, config: Config, plan: StepPlan, samples:
     import torch
 
     from molt_ray.trainer.learner import Learner
-    from molt_ray.trainer.mesh import local
+    from molt_ray.trainer.model.mesh import local
 
     learner = Learner(config, mesh, None)
     learner.train(plan, samples[mesh.dp_rank])  # so that the optimizer has moments to be spoiled

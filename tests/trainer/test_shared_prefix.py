@@ -13,7 +13,7 @@ from ranks import largest_difference, make_config, make_groups, parameters, plan
 
 from molt_ray.config import Config
 from molt_ray.handoff import Share
-from molt_ray.trainer.shared_prefix import common_prefixes
+from molt_ray.trainer.model.shared_prefix import common_prefixes
 
 WEIGHT_TOLERANCE = 1e-6
 NAT_TOLERANCE = 1e-5  # rounding: the packed and padded layouts differ by 4e-6 here, this one from both by up to 6e-6
@@ -43,8 +43,8 @@ def compare(mesh: Any, model: Path) -> list[Any]:
     import torch
 
     from molt_ray.trainer.collate import Sample, collate
-    from molt_ray.trainer.forward import load_policy, score
-    from molt_ray.trainer.mesh import local
+    from molt_ray.trainer.model.forward import load_policy, score
+    from molt_ray.trainer.model.mesh import local
 
     answers = []
     for share in (False, True):
@@ -113,7 +113,7 @@ def test_same_update_without_recomputing_activations(models: dict[str, Path], pa
 
 
 def load(mesh: Any, config: Config) -> None:
-    from molt_ray.trainer.forward import load_policy
+    from molt_ray.trainer.model.forward import load_policy
 
     load_policy(config, mesh)
 

@@ -71,7 +71,7 @@ def scores(mesh: Any, folder: Path, tp: int) -> list[np.ndarray]:
     import torch
 
     from molt_ray.trainer.collate import Sample, collate
-    from molt_ray.trainer.forward import load_policy, score
+    from molt_ray.trainer.model.forward import load_policy, score
 
     model = load_policy(make_config(folder, fsdp__tp_size=tp), mesh)
     samples = [

@@ -110,8 +110,8 @@ def scores(mesh: Any, folder: Path) -> list[tuple[np.ndarray, list[int]]]:
     import torch
 
     from molt_ray.trainer.collate import collate
-    from molt_ray.trainer.forward import score
     from molt_ray.trainer.learner import Learner
+    from molt_ray.trainer.model.forward import score
 
     out = []
     for packed in (False, True):
@@ -154,7 +154,7 @@ def loaded(folder: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("option", "value"), [("share_prefix", True), ("tp_size", 2)])
 def test_what_a_policy_that_sees_does_not_have_is_refused(models: dict[str, Path], option: str, value: Any) -> None:
-    from molt_ray.trainer.forward import checked_config
+    from molt_ray.trainer.model.forward import checked_config
 
     with pytest.raises(ConfigError, match=rf"--fsdp\.{option} {value}: the policy takes images"):
         checked_config(make_config(models["vlm"], **{f"fsdp__{option}": value}))

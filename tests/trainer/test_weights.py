@@ -15,7 +15,7 @@ def collect(mesh: Any, model: Path) -> Any:
     import torch
 
     from molt_ray.trainer.learner import Learner
-    from molt_ray.trainer.weights import CheckpointWeights
+    from molt_ray.trainer.state.weights import CheckpointWeights
 
     weights = CheckpointWeights(Learner(make_config(model), mesh, None).model, torch.float32)
     first = {name: tensor.numpy() for name, tensor in weights}
@@ -40,7 +40,7 @@ def metadata_in_bfloat16(mesh: Any, model: Path) -> Any:
     import torch
 
     from molt_ray.trainer.learner import Learner
-    from molt_ray.trainer.weights import CheckpointWeights
+    from molt_ray.trainer.state.weights import CheckpointWeights
 
     model = Learner(make_config(model), mesh, None).model
     model._keep_in_fp32_modules_strict = {"gate"}
@@ -66,7 +66,7 @@ def refit_with(mesh: Any, model: Path, iterations: int, stop_after: int | None) 
     import torch.distributed as dist
 
     from molt_ray.trainer.learner import Learner
-    from molt_ray.trainer.weights import CheckpointWeights, SharedIteration, follow
+    from molt_ray.trainer.state.weights import CheckpointWeights, SharedIteration, follow
 
     weights = CheckpointWeights(Learner(make_config(model), mesh, None).model, torch.float32)
     seen = []
@@ -96,9 +96,9 @@ def test_no_rank_is_left_waiting_however_the_sender_iterates(
 def export_after_a_step(mesh: Any, model: Path, folder: Path, shard_bytes: int) -> Any:
     from ranks import deal, make_experiences
 
-    from molt_ray.trainer import export
     from molt_ray.trainer.learner import Learner
-    from molt_ray.trainer.weights import CheckpointWeights
+    from molt_ray.trainer.state import export
+    from molt_ray.trainer.state.weights import CheckpointWeights
 
     export.SHARD_BYTES = shard_bytes
     learner = Learner(make_config(model), mesh, None)

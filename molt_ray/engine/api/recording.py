@@ -14,9 +14,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from molt_ray.capture.sampling import NEUTRAL, is_cut, why_unusable
 from molt_ray.capture.session import Exchange
-from molt_ray.capture.tree import SampledTurn
-from molt_ray.engine.replies import ReplyParser, StreamedReply
-from molt_ray.engine.survivors import survivors_of
+from molt_ray.capture.turn import SampledTurn
+from molt_ray.engine.api.replies import ReplyParser, StreamedReply
+from molt_ray.engine.policy.survivors import survivors_of
 
 ENDED = ("stop", "length", "repetition")  # finish reasons of a generation that ran to its end
 

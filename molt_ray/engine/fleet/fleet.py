@@ -20,14 +20,14 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from molt_ray.config import Config
 from molt_ray.engine.arguments import check_engine_arguments, sync_backend
-from molt_ray.engine.protocol import DEPLOYMENT, EngineLoad
-from molt_ray.engine.roster import NAMESPACE, RefitFailed, Roster, RosterActor, actor_name, check_answers, collect
+from molt_ray.engine.calls.protocol import EngineLoad
+from molt_ray.engine.fleet.roster import RefitFailed, Roster, RosterActor, check_answers, collect
 from molt_ray.errors import RunError
-from molt_ray.handles import hang_up
+from molt_ray.handles import handle_of, hang_up
+from molt_ray.names import NAMESPACE, SERVE_NAMESPACE, app_name, roster_name
 
 logger = logging.getLogger(__name__)
 
-SERVE_NAMESPACE = "serve"  # where Serve names its actors
 POLL_S = 0.2
 ACTOR_S = 30.0  # deadline of one small question
 
@@ -41,7 +41,7 @@ class Fleet:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.app = f"{config.run.name}-engine"
+        self.app = app_name(config.run.name, "engine")
         self.gpu = ray.cluster_resources().get("GPU", 0) > 0
         self.actor: Any = None
         self.handle: Any = None
@@ -64,7 +64,7 @@ class Fleet:
         await asyncio.to_thread(serve.delete, self.app)  # of an earlier run of this name that was killed
         self.actor = (
             ray.remote(RosterActor)
-            .options(name=actor_name(self.config.run.name), namespace=NAMESPACE, num_cpus=0)
+            .options(name=roster_name(self.config.run.name), namespace=NAMESPACE, num_cpus=0)
             .remote()
         )
         try:
@@ -97,7 +97,7 @@ class Fleet:
                     f"{self.config.vllm.start_timeout_s} s; Serve says {status}. Ask for fewer engines, or give more time"
                 )
             await asyncio.sleep(POLL_S)
-        self.handle = serve.get_deployment_handle(DEPLOYMENT, self.app)
+        self.handle = handle_of(self.config.run.name, "engine")
         await self.settle()
 
     async def stop(self) -> None:

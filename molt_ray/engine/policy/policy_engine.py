@@ -24,10 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from molt_ray.capture.sampling import listed_logprobs
 from molt_ray.config import Config
 from molt_ray.engine.arguments import engine_arguments, kv_cache_bytes
-from molt_ray.engine.busy import BusyClock
-from molt_ray.engine.image_store import ImageStore
-from molt_ray.engine.load import SchedulerLoad
-from molt_ray.engine.protocol import (
+from molt_ray.engine.calls.protocol import (
     MESSAGE_TOKENS,
     ContextTooLong,
     EngineError,
@@ -36,7 +33,10 @@ from molt_ray.engine.protocol import (
     Generation,
     ImageGone,
 )
-from molt_ray.engine.survivors import Listed, flat_survivors
+from molt_ray.engine.policy.busy import BusyClock
+from molt_ray.engine.policy.image_store import ImageStore
+from molt_ray.engine.policy.load import SchedulerLoad
+from molt_ray.engine.policy.survivors import Listed, flat_survivors
 from molt_ray.images import Image, ImageTokens
 
 STREAM_INTERVAL_S = (

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GenerationConfig
 
-from molt_ray.trainer.vision import sees
-from molt_ray.trainer.weights import CheckpointWeights
+from molt_ray.trainer.model.vision import sees
+from molt_ray.trainer.state.weights import CheckpointWeights
 
 SHARD_BYTES = 5 * 2**30
 

@@ -17,7 +17,7 @@ from vllm.inputs import TokensPrompt
 from vllm.inputs.engine import mm_input, tokens_input
 from vllm.multimodal.inputs import MultiModalKwargsItem, MultiModalKwargsItems, PlaceholderRange
 
-from molt_ray.engine.protocol import ImageGone
+from molt_ray.engine.calls.protocol import ImageGone
 from molt_ray.images import Image, ImageTokens, PlacedImage
 
 CAPACITY_BYTES = 2 << 30  # of processed features; the least recently used go

@@ -11,7 +11,6 @@ import numpy as np
 
 from molt_ray.images import Image, ImageTokens, PlacedImage
 
-DEPLOYMENT = "PolicyEngine"  # in the Serve application `<run.name>-engine`
 MESSAGE_TOKENS = 150_000  # ids in one message: Serve's gRPC takes 4 MiB, an id with its log-prob 14 bytes
 
 

@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 import ray
 import torch
-from ray import serve
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from molt_ray.engine.protocol import DEPLOYMENT
-from molt_ray.engine.roster import NAMESPACE, RefitFailed, Roster, actor_name, check_answers, collect
-from molt_ray.engine.weight_transfer import GlooTrainerInitInfo
+from molt_ray.engine.fleet.roster import RefitFailed, Roster, check_answers, collect
+from molt_ray.engine.weights.transfer import GlooTrainerInitInfo
+from molt_ray.handles import handle_of
+from molt_ray.names import NAMESPACE, roster_name
 
 ACTOR_S = 30.0  # deadline of one small question to the Roster actor
 
@@ -59,8 +59,8 @@ class FleetClient:
     """vLLM's client of a refit, over all replicas at once: those that serve through Serve, those that wait through the Roster."""
 
     def __init__(self, run_name: str, timeout_s: float) -> None:
-        self.handle = serve.get_deployment_handle(DEPLOYMENT, f"{run_name}-engine")
-        self.actor = ray.get_actor(actor_name(run_name), namespace=NAMESPACE)
+        self.handle = handle_of(run_name, "engine")
+        self.actor = ray.get_actor(roster_name(run_name), namespace=NAMESPACE)
         self.timeout_s = timeout_s
         self.roster = Roster()
         self.version = 0

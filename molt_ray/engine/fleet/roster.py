@@ -14,16 +14,11 @@ from typing import Any
 
 from molt_ray.errors import RunError
 
-NAMESPACE = "molt"
 POLL_S = 20.0  # longest a waiting replica's question stays open; then it asks again
 
 
 class RefitFailed(RunError):
     """A refit, or a pause or resume around it, did not reach all engines. They stay paused until one does."""
-
-
-def actor_name(run_name: str) -> str:
-    return f"{run_name}-roster"
 
 
 @dataclass(slots=True)

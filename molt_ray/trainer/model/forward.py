@@ -22,9 +22,9 @@ from transformers.utils import is_flash_attn_2_available
 
 from molt_ray.config import Config, ConfigError
 from molt_ray.trainer.collate import MicroBatch, Survivors, plain
-from molt_ray.trainer.mesh import Mesh, local, reshard
-from molt_ray.trainer.shared_prefix import ATTENTION, Bundle
-from molt_ray.trainer.vision import auto_class, axes, embedding, image_id_of, positions, sees
+from molt_ray.trainer.model.mesh import Mesh, local, reshard
+from molt_ray.trainer.model.shared_prefix import ATTENTION, Bundle
+from molt_ray.trainer.model.vision import auto_class, axes, embedding, image_id_of, positions, sees
 
 CHUNK_BYTES = 64 * 2**20
 # Mean difference of log-probs allowed between our head and the model's own: rounding of the compute dtype, no more.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
@@ -22,14 +22,12 @@ from vllm.v1.engine.input_processor import InputProcessor
 from molt_ray.capture.gate import EXCHANGE
 from molt_ray.capture.sampling import CUTS, listed_logprobs
 from molt_ray.capture.session import Exchange
-from molt_ray.capture.tree import Placement
-from molt_ray.engine.recording import Recording
-from molt_ray.engine.replies import ReplyParser
-from molt_ray.engine.survivors import Listed
-from molt_ray.engine.text_renderer import TextRenderer
-
-if TYPE_CHECKING:
-    from molt_ray.engine.api_app import CaptureRenderer
+from molt_ray.capture.turn import Placement
+from molt_ray.engine.api.recording import Recording
+from molt_ray.engine.api.renderer import CaptureRenderer
+from molt_ray.engine.api.replies import ReplyParser
+from molt_ray.engine.api.text_renderer import TextRenderer
+from molt_ray.engine.policy.survivors import Listed
 
 END_WAIT_S = 10.0  # for a replaced request to let go of its turns
 

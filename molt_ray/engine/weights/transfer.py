@@ -32,7 +32,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from molt_ray.engine.weight_checks import (
+from molt_ray.engine.weights.checks import (
     LoadCount,
     check_complete,
     end_broken_reload,
@@ -303,7 +303,7 @@ def register() -> None:
     ):
         if BACKEND not in factory._registry:
             factory.register_engine(BACKEND, engine)
-    # At each refit it warns of modules without weights of their own (rotary tables); what is truly missing, weight_checks finds.
+    # At each refit it warns of modules without weights of their own (rotary tables); what is truly missing, checks.py finds.
     logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
 
 

@@ -13,12 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from molt_ray.engine.image_sender import ImageSender
-from molt_ray.engine.protocol import DEPLOYMENT, MESSAGE_TOKENS, EngineError, GenerateRequest, Generation, ImageGone
-from molt_ray.handles import call_apart
+from molt_ray.engine.calls.image_sender import ImageSender
+from molt_ray.engine.calls.protocol import (
+    MESSAGE_TOKENS,
+    EngineError,
+    GenerateRequest,
+    Generation,
+    ImageGone,
+)
+from molt_ray.handles import call_apart, handle_of
 from molt_ray.images import Image, ImageError, ImageTokens
 
 ABORT_S = 30.0  # deadline of the word to all engines that a request is over
@@ -37,7 +42,7 @@ class EngineClient:
 
     def __init__(self, run_name: str, *, timeout_s: float | None = None) -> None:
         # gRPC instead of the object store: a streamed item takes 0.2 ms instead of 1.2. No object references in it: they would leak.
-        handle = serve.get_deployment_handle(DEPLOYMENT, f"{run_name}-engine")
+        handle = handle_of(run_name, "engine")
         self.handle = handle.options(_by_reference=False)
         self.sender = ImageSender(self.handle)
         self.timeout_s = timeout_s

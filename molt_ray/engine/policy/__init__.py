@@ -1,0 +1,1 @@
+"""One vLLM engine as training needs it. Runs in the engine replica; imports vllm."""
